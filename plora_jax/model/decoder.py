@@ -1,0 +1,84 @@
+"""The whole decoder: embedding, layers under one scan, final norm, head.
+
+The modules are built once around abstract weights and split; what remains is a static graph and pure functions over a
+plain parameter tree, as `ModelConfig.param_shapes` lists it. Layers are stacked, so a call passes a handful of arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from plora_jax.config import ModelConfig
+from plora_jax.model.layers import Context, DecoderLayer, LayerConstants, matmul, rms_norm
+from plora_jax.model.rope import inverse_frequencies
+from strategies import NO_WINDOW
+
+Params = Mapping[str, Any]
+
+
+class Decoder:
+    """Pure functions of a model; holds no weights.
+
+    Args:
+        config: of the model.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        names = [path.removeprefix("layers.") for path in config.param_shapes() if path.startswith("layers.")]
+        layer = nnx.eval_shape(lambda: DecoderLayer(config, {name: jnp.zeros(()) for name in names}))
+        self._graph, self._state = nnx.split(layer)
+        local = config.rope_local or config.rope
+        self._constants = LayerConstants(
+            index=np.arange(config.num_layers, dtype=np.int32),
+            freqs=np.stack(
+                [
+                    inverse_frequencies(config.rope if window is None else local, config.head_dim)
+                    for window in config.layer_windows
+                ]
+            ),
+            window=np.array([NO_WINDOW if w is None else w for w in config.layer_windows], np.int32),
+        )
+
+    def embed(self, params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
+        """Token ids [...] int32 to the residual stream [..., D]."""
+        x = params["embedding"].at[tokens].get(mode="promise_in_bounds").astype(dtype)
+        if self.config.embed_scale != 1.0:
+            x = x * jnp.asarray(self.config.embed_scale, dtype)
+        return x
+
+    def layers(self, params: Params, x: jax.Array, cache: Any, context: Context) -> tuple[jax.Array, Any]:
+        """All layers.
+
+        Args:
+            params: parameter tree.
+            x: [..., D] residual stream.
+            cache: carried through the layers and updated in place, e.g. KV pages.
+            context: adapters and attention.
+
+        Returns:
+            [..., D] after the final norm, and the cache.
+        """
+
+        def body(carry: tuple[jax.Array, Any], layer: tuple[Any, LayerConstants]) -> tuple[tuple[jax.Array, Any], None]:
+            weights, constants = layer
+            module = nnx.merge(self._graph, nnx.State({k: self._state[k].replace(w) for k, w in weights.items()}))
+            return module(*carry, context, constants), None
+
+        constants = jax.tree.map(jnp.asarray, self._constants)
+        (x, cache), _ = lax.scan(body, (x, cache), (dict(params["layers"]), constants))
+        return rms_norm(x, params["final_norm"], self.config), cache
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """[..., D] to logits [..., V] float32."""
+        head = params["embedding"] if self.config.tie_word_embeddings else params["head"]
+        logits = matmul(hidden, head.astype(hidden.dtype))
+        cap = self.config.final_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -1,0 +1,88 @@
+"""The model over whole sequences without a cache: what training differentiates and tests compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from plora_jax.config import ModelConfig
+from plora_jax.model.decoder import Decoder, Params
+from plora_jax.model.layers import LayerConstants
+
+
+class LoraWeights(NamedTuple):
+    """One adapter, layers stacked.
+
+    Attributes:
+        a: [L, R, I] by projection.
+        b: [L, O, R] by projection.
+        scale: factor on their product.
+    """
+
+    a: Mapping[str, Any]
+    b: Mapping[str, Any]
+    scale: Any
+
+
+class DenseContext:
+    """Causal attention over [B, T]; the same adapter, or none, for all rows."""
+
+    def __init__(self, config: ModelConfig, positions_BT: jax.Array, lora: LoraWeights | None) -> None:
+        self._config, self._positions, self._lora = config, positions_BT, lora
+
+    def positions(self) -> jax.Array:
+        return self._positions
+
+    def deltas(self, x: jax.Array, projections: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
+        if self._lora is None:
+            return {}
+        lora, deltas = self._lora, {}
+        for name in projections:
+            if name in lora.a:
+                a, b = lora.a[name][layer.index], lora.b[name][layer.index]
+                shrunk = jnp.einsum("BTI,RI->BTR", x.astype(a.dtype), a, preferred_element_type=jnp.float32)
+                deltas[name] = lora.scale * jnp.einsum("BTR,OR->BTO", shrunk, b, preferred_element_type=jnp.float32)
+        return deltas
+
+    def attend(
+        self, cache: Any, q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerConstants
+    ) -> tuple[Any, jax.Array]:
+        c = self._config
+        batch, tokens = q.shape[:2]
+        q = q.reshape(batch, tokens, c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
+        scores = jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=jnp.float32) * c.query_scale
+        if c.attention_soft_cap is not None:
+            scores = c.attention_soft_cap * jnp.tanh(scores / c.attention_soft_cap)
+        behind = self._positions[:, :, None] - self._positions[:, None, :]
+        visible = (behind >= 0) & (behind < layer.window)
+        probs = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -1e30), axis=-1).astype(v.dtype)
+        out = jnp.einsum("BKRTS,BSKH->BTKRH", probs, v, preferred_element_type=jnp.float32).astype(v.dtype)
+        return cache, out.reshape(batch, tokens, c.num_heads, c.head_dim)
+
+
+def forward_full(
+    params: Params, config: ModelConfig, tokens_BT: jax.Array, *, lora: LoraWeights | None = None, dtype: Any = None
+) -> jax.Array:
+    """Logits at every position of whole sequences; padding belongs at the end.
+
+    Args:
+        params: parameter tree of the base model.
+        config: of the model.
+        tokens_BT: [B, T] int32.
+        lora: an adapter for all rows.
+        dtype: compute dtype; that of the embedding by default.
+
+    Returns:
+        [B, T, V] float32.
+
+    Cost:
+        Attention takes B * N * T * T scores at once.
+    """
+    decoder = Decoder(config)
+    positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
+    x = decoder.embed(params, tokens_BT, dtype or params["embedding"].dtype)
+    hidden, _ = decoder.layers(params, x, (), DenseContext(config, positions, lora))
+    return decoder.logits(params, hidden)

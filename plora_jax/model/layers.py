@@ -1,0 +1,150 @@
+"""The layers of a decoder as Flax NNX modules.
+
+A module holds base weights only. What changes from request to request comes through a `Context`: a projection asks it for
+the adapters' part, attention asks it to attend. So the same modules serve, train and check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from plora_jax.config import ModelConfig
+from plora_jax.model.moe import routed_experts
+from plora_jax.model.rope import rotate
+
+
+class LayerConstants(NamedTuple):
+    """What differs between layers besides weights.
+
+    Attributes:
+        index: [] int32.
+        freqs: [H / 2] float32, rotary frequencies.
+        window: [] int32, tokens a query sees.
+    """
+
+    index: Any
+    freqs: Any
+    window: Any
+
+
+class Context(Protocol):
+    """The strategies as a layer sees them."""
+
+    def positions(self) -> jax.Array:
+        """[...] int32, position of each token in its sequence."""
+        ...
+
+    def deltas(self, x: jax.Array, projections: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
+        """What the adapters add to projections that share the input x [..., I]; float32, absent for nothing."""
+        ...
+
+    def attend(
+        self, cache: Any, q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerConstants
+    ) -> tuple[Any, jax.Array]:
+        """Attention of q [..., N, H] over what the cache holds and the new k, v [..., K, H].
+
+        Returns:
+            The cache with k and v, and the output [..., N, H].
+        """
+        ...
+
+
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., I] times weight [O, I], summed in float32 and left there: every base product goes through here."""
+    return jnp.einsum("...I,OI->...O", x, weight, preferred_element_type=jnp.float32)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
+    """RMS norm over the last axis, in float32; Gemma multiplies by 1 + weight before it rounds, others after."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
+    if config.norm_offset:
+        return (x32 * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+    return x32.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def activate(x: jax.Array, kind: str) -> jax.Array:
+    return nnx.silu(x) if kind == "silu" else nnx.gelu(x, approximate=True)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP (or routed experts) of one layer, or of all layers when its parameters carry a leading axis L.
+
+    Args:
+        config: of the model.
+        params: its weights by the names of `ModelConfig.param_shapes`, without the "layers." prefix.
+    """
+
+    def __init__(self, config: ModelConfig, params: dict[str, Any]) -> None:
+        self.config = config
+        for name, value in params.items():
+            setattr(self, name, nnx.Param(value))
+
+    def __call__(self, x: jax.Array, cache: Any, context: Context, layer: LayerConstants) -> tuple[jax.Array, Any]:
+        """One layer.
+
+        Args:
+            x: [..., D] residual stream.
+            cache: whatever the context attends over.
+            context: adapters and attention.
+            layer: constants of this layer.
+
+        Returns:
+            The residual stream and the cache.
+        """
+        out, cache = self._attention(self._norm("input_norm", x), cache, context, layer)
+        x = x + (self._norm("post_attention_norm", out) if self.config.post_norms else out)
+        hidden = self._norm("pre_mlp_norm", x)
+        out = self._experts(hidden) if self.config.num_experts else self._mlp(hidden, context, layer)
+        return x + (self._norm("post_mlp_norm", out) if self.config.post_norms else out), cache
+
+    def _norm(self, name: str, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self._weight(name), self.config)
+
+    def _weight(self, name: str) -> jax.Array:
+        return getattr(self, name)[...]
+
+    def _project(
+        self, x: jax.Array, names: Sequence[str], context: Context, layer: LayerConstants
+    ) -> tuple[jax.Array, ...]:
+        """Projections that share an input, with the adapters' part and the bias, summed before rounding."""
+        deltas = context.deltas(x, names, layer)
+        out = []
+        for name in names:
+            y = matmul(x, self._weight(name))
+            if hasattr(self, f"{name}_bias"):
+                y = y + self._weight(f"{name}_bias").astype(jnp.float32)
+            out.append((y + deltas[name] if name in deltas else y).astype(x.dtype))
+        return tuple(out)
+
+    def _attention(self, x: jax.Array, cache: Any, context: Context, layer: LayerConstants) -> tuple[jax.Array, Any]:
+        c = self.config
+        q, k, v = self._project(x, ("q_proj", "k_proj", "v_proj"), context, layer)
+        q = q.reshape(*q.shape[:-1], c.num_heads, c.head_dim)
+        k, v = (y.reshape(*y.shape[:-1], c.num_kv_heads, c.head_dim) for y in (k, v))
+        if c.qk_norm:
+            q, k = self._norm("q_norm", q), self._norm("k_norm", k)
+        q, k = (rotate(y, context.positions(), layer.freqs) for y in (q, k))
+        cache, out = context.attend(cache, q, k, v, layer)
+        (out,) = self._project(out.reshape(*out.shape[:-2], -1), ("o_proj",), context, layer)
+        return out, cache
+
+    def _mlp(self, x: jax.Array, context: Context, layer: LayerConstants) -> jax.Array:
+        gate, up = self._project(x, ("gate_proj", "up_proj"), context, layer)
+        (out,) = self._project(activate(gate, self.config.activation) * up, ("down_proj",), context, layer)
+        return out
+
+    def _experts(self, x: jax.Array) -> jax.Array:
+        return routed_experts(
+            x,
+            router=self._weight("router"),
+            gate=self._weight("expert_gate"),
+            up=self._weight("expert_up"),
+            down=self._weight("expert_down"),
+            config=self.config,
+        )
