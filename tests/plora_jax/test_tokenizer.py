@@ -38,8 +38,10 @@ def write_gguf(file: pathlib.Path, *, pre: str | None = "gpt-2", model: str = "g
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(257)
     for key, value in metadata.items():
-        add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
-        add(f"tokenizer.ggml.{key}", value)
+        if isinstance(value, bool):
+            writer.add_bool(f"tokenizer.ggml.{key}", value)
+        else:
+            writer.add_uint32(f"tokenizer.ggml.{key}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
