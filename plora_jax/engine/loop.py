@@ -1,0 +1,291 @@
+"""The engine's loop: commands in, plan, execute, complete, deliver.
+
+Everything that a step touches (scheduler, streams, references) belongs to whoever steps: the background thread after
+`start`, else whoever waits for a generation. Other threads hand in commands, which run between two steps.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from plora_jax.engine.clock import Clock
+from plora_jax.engine.errors import EngineDeadError, OverloadedError
+from plora_jax.engine.generation import Generation
+from plora_jax.engine.outputs import Delta
+from plora_jax.engine.plan import Executor, Row, RowResult, StepPlan
+from plora_jax.engine.scheduler import Scheduler
+from plora_jax.engine.stats import Recorder
+from plora_jax.engine.stream import TokenStream
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""Steps that may fail in a row before the engine gives up: one bad request must not end it, a broken device must."""
+
+_RETRY_AFTER_S = 1.0
+_STALLED_S = 0.001
+
+
+class Live(NamedTuple):
+    """A completion in flight."""
+
+    generation: Generation
+    stream: TokenStream
+
+
+class EngineLoop:
+    """Steps the scheduler and delivers what comes of it.
+
+    Args:
+        executor: carries out steps.
+        scheduler: who runs.
+        recorder: counts.
+        clock: where times come from.
+        release: told the adapter id of each sequence that ended, when it holds nothing any more.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        *,
+        recorder: Recorder,
+        clock: Clock,
+        release: Callable[[int], None],
+    ) -> None:
+        self._executor, self._scheduler, self._recorder = executor, scheduler, recorder
+        self._clock, self._release = clock, release
+        self._max_live = scheduler.config.max_num_seqs + scheduler.config.max_waiting
+        self._lock = threading.Lock()  # over what clients share with the loop: _live, _closing, _dead
+        self._live: dict[int, Live] = {}
+        self._dead: str | None = None
+        self._closing = False
+        self._drain_until_s = 0.0
+        self._failed_steps = 0
+        self._stepping = threading.RLock()
+        self._wake = threading.Condition()  # over the commands and the thread
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether anything can be served: not dead, not shut down."""
+        return self._dead is None and not (self._closing and self._thread is None)
+
+    @property
+    def num_live(self) -> int:
+        """Completions in flight."""
+        return len(self._live)
+
+    def enter(self, count: int, make: Callable[[], list[Live]]) -> list[Live]:
+        """Takes completions in, all or none. Any thread.
+
+        Args:
+            count: how many.
+            make: makes them; called once it is sure that they are taken.
+
+        Raises:
+            EngineDeadError: nothing is taken in any more.
+            OverloadedError: there is no room for so many.
+        """
+        with self._lock:
+            if self._dead is not None:
+                raise EngineDeadError(f"the engine is dead: {self._dead}")
+            if self._closing:
+                raise EngineDeadError("the engine is shutting down and takes no new requests")
+            if len(self._live) + count > self._max_live:
+                raise OverloadedError(
+                    f"{len(self._live)} sequences are in flight and at most {self._max_live} are admitted; "
+                    f"{count} more have to come later",
+                    _RETRY_AFTER_S,
+                )
+            lives = make()
+            self._live.update((live.stream.sequence.seq_id, live) for live in lives)
+        self.post(lambda: self._enqueue(lives))
+        return lives
+
+    def cancel(self, generation: Generation) -> None:
+        """Ends what is in flight of a generation. Any thread."""
+        self.post(lambda: self._abort(lambda live: live.generation is generation))
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Runs a command between two steps: soon on the thread, at once where there is none. Any thread."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify_all()
+            has_thread = self._thread is not None
+        if not has_thread:
+            with self._stepping:
+                self._run_commands()
+
+    def drive(self) -> bool:
+        """Steps once where there is no thread to do it; returns False where there is one."""
+        if self._thread is not None:
+            return False
+        self.step()
+        return True
+
+    def start(self) -> None:
+        """Steps in a background thread from now on."""
+        with self._wake:
+            if self._thread is not None or self._closing:
+                raise RuntimeError("the engine is running already, or was shut down")
+            self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+            self._thread.start()
+
+    def shutdown(self, drain_s: float) -> None:
+        """Takes nothing in any more, steps on for up to `drain_s`, then cancels what is left and ends the thread."""
+        with self._lock:
+            if not self._closing:
+                self._closing, self._drain_until_s = True, self._clock.now() + drain_s
+        with self._wake:
+            thread = self._thread
+            self._wake.notify_all()
+        if thread is not None:
+            thread.join()
+            return
+        while not self._is_over():
+            self.step()
+        self._finish()
+
+    def step(self) -> bool:
+        """Runs the commands and one step. Not while a thread does.
+
+        Returns:
+            Whether anything ran.
+        """
+        with self._stepping:
+            self._run_commands()
+            plan = self._plan()
+            for row, result in self._execute(plan):
+                self._advance(row, result)
+            return bool(plan.rows)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless what is in flight is what the scheduler holds. Between steps only."""
+        self._scheduler.check_integrity()
+        held = {seq.seq_id for seq in self._scheduler.running + self._scheduler.waiting}
+        assert held == set(self._live), "a sequence is lost between loop and scheduler"
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over():
+                if not self.step():
+                    self._sleep()
+        except Exception as error:
+            logger.exception("the engine's loop failed")
+            self._die(f"its loop failed: {_say(error)}")
+        finally:
+            with self._wake:
+                self._thread = None
+            self._finish()
+
+    def _is_over(self) -> bool:
+        if self._dead is not None:
+            return True
+        return self._closing and (not self._live or self._clock.now() >= self._drain_until_s)
+
+    def _sleep(self) -> None:
+        """Waits for a command; where sequences are in flight but none could run, only a moment."""
+        with self._wake:
+            if not self._commands and not self._closing:
+                self._wake.wait(_STALLED_S if self._live else None)
+
+    def _finish(self) -> None:
+        with self._stepping:
+            self._run_commands()
+            self._abort(lambda live: True)
+
+    def _run_commands(self) -> None:
+        while True:
+            with self._wake:
+                if not self._commands:
+                    return
+                command = self._commands.popleft()
+            command()
+
+    def _enqueue(self, lives: list[Live]) -> None:
+        for live in lives:
+            if live.stream.sequence.seq_id in self._live:
+                self._scheduler.add(live.stream.sequence)
+
+    def _plan(self) -> StepPlan:
+        if self._dead is not None:
+            return StepPlan(())
+        plan = self._scheduler.schedule()
+        for seq in self._scheduler.take_unservable():
+            self._fail(seq.seq_id, "its adapter does not fit the device memory set aside for adapters")
+        now = self._clock.now()
+        for row in plan.rows:
+            self._recorder.scheduled(self._live[row.sequence.seq_id].generation, now)
+        return plan
+
+    def _execute(self, plan: StepPlan) -> list[tuple[Row, RowResult]]:
+        if not plan.rows:
+            return []
+        try:
+            results = self._executor.execute(plan)
+            if len(results) != len(plan.rows):
+                raise RuntimeError(f"{len(results)} results came back for {len(plan.rows)} rows")
+        except Exception as error:
+            logger.exception("a step of %d rows failed", len(plan.rows))
+            self._failed_steps += 1
+            for row in plan.rows:
+                self._fail(row.sequence.seq_id, f"the step that computed it failed: {_say(error)}")
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                self._die(f"{MAX_FAILED_STEPS} steps in a row failed, the last with {_say(error)}")
+            return []
+        self._failed_steps = 0
+        return self._scheduler.complete(plan, results)
+
+    def _advance(self, row: Row, result: RowResult) -> None:
+        seq = row.sequence
+        live = self._live[seq.seq_id]
+        try:
+            delta = live.stream.advance(row, result)
+        except Exception as error:
+            logger.exception("a token of request %s failed", live.generation.request_id)
+            self._fail(seq.seq_id, f"its text could not be made: {_say(error)}")
+            return
+        if delta is None:
+            return
+        self._recorder.token(live.generation, seq, self._clock.now())
+        if delta.finish_reason is None:
+            live.generation.deliver(delta)
+        else:
+            self._end(seq.seq_id, delta)
+
+    def _abort(self, which: Callable[[Live], bool]) -> None:
+        for seq_id, live in list(self._live.items()):
+            if which(live):
+                self._end(seq_id, live.stream.abort())
+
+    def _fail(self, seq_id: int, why: str) -> None:
+        if seq_id in self._live:
+            self._end(seq_id, self._live[seq_id].stream.fail(why))
+
+    def _end(self, seq_id: int, delta: Delta) -> None:
+        """Gives back all that a completion holds, exactly once, and then delivers its last piece."""
+        with self._lock:
+            generation, stream = self._live.pop(seq_id)
+        self._scheduler.remove(seq_id)
+        self._release(stream.sequence.adapter_id)
+        self._recorder.ended(stream.sequence, delta.finish_reason or "abort")
+        if generation.unfinished == 1:
+            self._recorder.request_ended(generation, self._clock.now())
+        generation.deliver(delta)
+
+    def _die(self, why: str) -> None:
+        logger.critical("the engine is dead: %s", why)
+        with self._lock:
+            self._dead = why
+        for seq_id in list(self._live):
+            self._fail(seq_id, f"the engine is dead: {why}")
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,80 @@
+"""What the engine needs of the store that keeps adapters (`memory_pool.AdapterStore`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from plora_jax.adapters.adapter import Adapter, AdapterError
+
+
+class AdapterResidency(Protocol):
+    """Counted references of running sequences to adapters. Adapter id 0, the base model, is never asked about."""
+
+    def can_acquire(self, adapter_id: int) -> bool:
+        """Whether the adapter can serve a step now; true for one that is held, and for any while none is held."""
+        ...
+
+    def acquire(self, adapter_id: int) -> None:
+        """Takes a reference; cannot fail after `can_acquire`."""
+        ...
+
+    def release(self, adapter_id: int) -> None:
+        """Gives a reference back."""
+        ...
+
+
+class AdapterPlacement(Protocol):
+    """Where an adapter is and what serves it."""
+
+    @property
+    def tier(self) -> str: ...
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def pool_bytes(self) -> int: ...
+    @property
+    def references(self) -> int: ...
+
+
+class AdapterStorage(AdapterResidency, Protocol):
+    """Keeps adapters and says where they are."""
+
+    def put(self, adapter: Adapter, /) -> None:
+        """Takes an adapter in, under its identity. Called from the thread that loads it.
+
+        Raises:
+            ValueError: it can never be served; the message says why.
+        """
+        ...
+
+    def retire(self, adapter_id: int) -> None:
+        """Drops an adapter that no sequence uses any more."""
+        ...
+
+    def status(self, adapter_id: int) -> AdapterPlacement:
+        """Where an adapter is; raises KeyError where it is gone. Called from any thread."""
+        ...
+
+
+class NoAdapters:
+    """The store of a server that serves the base model only."""
+
+    def can_acquire(self, adapter_id: int) -> bool:
+        return not adapter_id
+
+    def acquire(self, adapter_id: int) -> None:
+        raise KeyError(adapter_id)
+
+    def release(self, adapter_id: int) -> None:
+        raise KeyError(adapter_id)
+
+    def put(self, adapter: Adapter, /) -> None:
+        raise AdapterError(
+            f"adapter {adapter.name!r} is refused: this server serves the base model only (--enable_lora)"
+        )
+
+    def retire(self, adapter_id: int) -> None:
+        raise KeyError(adapter_id)
+
+    def status(self, adapter_id: int) -> AdapterPlacement:
+        raise KeyError(adapter_id)
