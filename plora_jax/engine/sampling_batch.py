@@ -14,6 +14,7 @@ from plora_jax.engine.plan import Sequence
 
 _GREEDY_BELOW = 1e-5  # vLLM's bounds: colder is greedy, and nothing else is colder than _COLDEST
 _COLDEST = 0.01
+_INT32_MAX = int(np.iinfo(np.int32).max)
 
 Array = jax.Array | np.ndarray
 
@@ -83,7 +84,8 @@ def make_sampling_batch(rows: SequenceOf[Sequence], *, rows_padded: int, max_len
     params = [row.sampling for row in rows]
     temperature = _column([_temperature(p) for p in params], rows_padded, np.float32)
     random = temperature[:count] > 0
-    top_k = _column([max(p.top_k, 0) for p in params], rows_padded, np.int32)
+    # A client may ask for a top_k that no int32 holds; it means all tokens, as any past the vocabulary's size.
+    top_k = _column([min(max(p.top_k, 0), _INT32_MAX) for p in params], rows_padded, np.int32)
     top_p = _column([p.top_p for p in params], rows_padded, np.float32, padding=1)
     min_p = _column([p.min_p for p in params], rows_padded, np.float32)
     filtered = (top_k[:count] > 0) | (top_p[:count] < 1) | (min_p[:count] > 0)

@@ -92,7 +92,7 @@ def test_sample_greedy_takes_first_of_the_best() -> None:
     logits[2, [700, 30, 31]] = 50.0
     logits[3] = 0.0
     logits[4] = -np.abs(logits[4])
-    logits[5, :3] = [0.0, -0.0, 0.0]
+    logits[5, :3] = [-0.0, 0.0, -0.0]
     logits[5, 3:] = -1.0
     got = draw(logits, [row(temperature=0.0) for _ in range(ROWS)])
     np.testing.assert_array_equal(got, logits.argmax(axis=1))
@@ -108,6 +108,7 @@ def test_sample_greedy_takes_first_of_the_best() -> None:
         {"top_k": 7},
         {"top_k": 400},
         {"top_k": 5000},
+        {"top_k": 10**12},
         {"top_p": 0.5},
         {"top_p": 1e-3},
         {"top_p": 0.999},
@@ -165,7 +166,8 @@ def test_sample_random_options_in_one_batch_match_the_reference() -> None:
 def test_sample_ties_at_the_cut_all_stay() -> None:
     logits = logits_of(4)
     logits[:, :600] = 20.0
-    rows = [row(top_k=5), row(top_p=0.1), row(top_k=700, top_p=0.5), row(top_k=2, top_p=0.5, min_p=1.0)] * 2
+    logits[:, 600:] = np.nextafter(np.float32(20.0), np.float32(0.0))
+    rows = [row(top_k=5), row(top_p=0.1), row(top_k=400, top_p=0.5), row(top_k=2, top_p=0.5, min_p=1.0)] * 2
     np.testing.assert_array_equal(cut_mask(logits, rows), logits == 20.0)
 
 
