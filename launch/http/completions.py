@@ -1,0 +1,116 @@
+"""POST /v1/completions: text in, text out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from launch.http.answers import Envelope, answer_stream, answer_whole
+from launch.http.errors import ApiError
+from launch.http.flight import Flight
+from launch.http.logprobs import completion_logprobs, prompt_logprobs
+from launch.http.protocol import CompletionRequest
+from launch.http.state import ServerState, state_of
+from plora_jax.engine.outputs import Completion, Delta, TokenLogprobs
+from plora_jax.engine.params import SamplingParams
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continues each prompt n times."""
+    state = state_of(request)
+    if len(body.prompt) > state.config.max_prompts:
+        most = state.config.max_prompts
+        raise ApiError(400, f"prompt may hold at most {most} prompts, got {len(body.prompt)}.", param="prompt")
+    special = body.add_special_tokens is not False
+    prompts = [
+        await state.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        for prompt in body.prompt
+    ]
+    sampling = _fit_default(body.to_sampling(), body, longest=max(map(len, prompts)), room=state.max_model_len)
+    flight = Flight.submit(state, prompts, sampling, adapter=state.adapter_of(body.model), priority=body.priority)
+    writer = _Writer(state, body, flight)
+    if body.stream:
+        return answer_stream(flight, writer.events())
+    return await answer_whole(request, flight, writer.whole)
+
+
+def _fit_default(sampling: SamplingParams, body: CompletionRequest, *, longest: int, room: int) -> SamplingParams:
+    """Lowers the default of max_tokens, which the client did not ask for, to what the context has left."""
+    if body.max_tokens is not None or sampling.max_tokens is None:
+        return sampling
+    return dataclasses.replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room - longest)))
+
+
+class _Writer:
+    """Writes the choices of one answer, whole or piece by piece."""
+
+    def __init__(self, state: ServerState, body: CompletionRequest, flight: Flight) -> None:
+        self._tokenizer, self._decode_all = state.tokenizer, state.decode_all
+        self._body, self._flight, self._n = body, flight, body.n or 1
+        self._envelope = Envelope("cmpl", kind="text_completion", model=body.model or state.model_names[0])
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, completions: list[Completion]) -> dict[str, Any]:
+        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
+        return self._envelope.wrap(choices, usage=self._usage())
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        more: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
+        async with contextlib.aclosing(self._flight.pieces()) as pieces:
+            async for piece in pieces:
+                choice = self._choice(piece.choice, piece.delta)
+                if choice["text"] or choice["logprobs"] or choice["finish_reason"]:
+                    yield self._envelope.wrap([choice], **more)
+        if self._body.include_usage:
+            yield self._envelope.wrap([], usage=self._usage())
+
+    def _usage(self) -> dict[str, int]:
+        if self._body.prompt_only:
+            self._flight.usage.completion_tokens = 0
+        return self._flight.usage.as_json()
+
+    def _choice(self, index: int, piece: Completion | Delta) -> dict[str, Any]:
+        """A choice of what a completion holds or gained; the first one of an echo starts with the prompt."""
+        first = index not in self._offsets
+        self._offsets.setdefault(index, 0)
+        text, ids, entries = piece.text, piece.token_ids, piece.logprobs
+        if self._body.prompt_only:
+            text, ids, entries = "", (), () if entries is not None else None
+        scored: list[tuple[Sequence[TokenLogprobs | None], Sequence[int]]] = []
+        if first and self._body.echo:
+            prompt_ids = self._flight.prompts[index // self._n]
+            text = self._prompt_text(index // self._n) + text
+            scored.append((piece.prompt_logprobs or [None] * len(prompt_ids), prompt_ids))
+        scored.append((entries or (), ids if entries else ()))
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        if self._body.logprobs is not None and piece.logprobs is not None:
+            choice["logprobs"] = self._logprobs(index, scored)
+        choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        if not self._body.stream:
+            asked = self._body.prompt_logprobs is not None and piece.prompt_logprobs is not None
+            entries = piece.prompt_logprobs if asked else None
+            named = None if entries is None else prompt_logprobs(entries, token_text=self._tokenizer.token_text)
+            choice["prompt_logprobs"] = named
+        return choice
+
+    def _logprobs(
+        self, index: int, scored: list[tuple[Sequence[TokenLogprobs | None], Sequence[int]]]
+    ) -> dict[str, Any]:
+        shape, self._offsets[index] = completion_logprobs(
+            [entry for entries, _ in scored for entry in entries],
+            [token_id for _, ids in scored for token_id in ids],
+            token_text=self._tokenizer.token_text,
+            offset=self._offsets[index],
+        )
+        return shape
+
+    def _prompt_text(self, prompt: int) -> str:
+        given = self._body.prompt[prompt]
+        return given if isinstance(given, str) else self._decode_all(given)
