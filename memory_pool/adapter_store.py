@@ -1,8 +1,8 @@
 """Where LoRA matrices live: every loaded adapter in the pool, those in use also on the device.
 
 On the device a projection's matrices are rows: slot s holds one rank component of one adapter, its row of A and its
-column of B, for all layers. An adapter takes as many slots as its own rank, wherever they are free, so adapters of mixed
-rank share the budget without padding to the largest. Slot 0 stays zero and takes the padding of transfers.
+column of B, for all layers. An adapter takes as many slots as its own rank, wherever they are free, so adapters of
+mixed rank share the budget without padding to the largest. Slot 0 stays zero and takes the padding of transfers.
 
 The store is host state owned by the engine's thread; only `put` may be called from another.
 """
@@ -131,7 +131,7 @@ class AdapterStore:
             least = -(-PIECE_ROWS * self.slot_bytes // 2**20)
             raise CapacityError(
                 f"a device budget of {device_bytes / 2**20:.1f} MB for adapters holds {slots} rank components of "
-                f"{self.slot_bytes} bytes; at least {PIECE_ROWS} are needed: raise --device_adapter_mb to {least} or more"
+                f"{self.slot_bytes} bytes, and {PIECE_ROWS} are needed: raise --device_adapter_mb to {least} or more"
             )
         self._slots = PageAllocator(slots, reserved=1)
         sharding = link.device_sharding(mesh)
@@ -150,8 +150,7 @@ class AdapterStore:
 
     @property
     def pool_bytes(self) -> int:
-        with self._lock:
-            return sum(self._pool_bytes(e) for e in self._entries.values())
+        return sum(self._pool_bytes(e) for _, e in self._items())
 
     @property
     def device_bytes(self) -> int:
@@ -191,7 +190,7 @@ class AdapterStore:
         entry = self._entries[adapter_id]
         if entry.slots or not entry.rank:
             return True
-        idle = sum(len(e.slots) for e in list(self._entries.values()) if not e.references)
+        idle = sum(len(e.slots) for _, e in self._items() if not e.references)
         return entry.rank <= self._slots.num_free + idle
 
     def acquire(self, adapter_id: int) -> None:
@@ -233,13 +232,12 @@ class AdapterStore:
     def check_integrity(self) -> None:
         """Raises AssertionError unless the slots held are exactly those given out."""
         self._slots.check_integrity()
-        with self._lock:
-            held = [s for e in self._entries.values() for s in e.slots]
-            assert len(held) == len(set(held)), "a slot is held twice"
-            assert len(held) + self._slots.num_free + 1 == self.num_slots, "a slot is lost"
-            for adapter_id, entry in self._entries.items():
-                assert len(entry.slots) in (0, entry.rank), adapter_id
-                assert not (entry.retired and not entry.references), f"retired adapter {adapter_id} is still held"
+        held = [s for _, e in self._items() for s in e.slots]
+        assert len(held) == len(set(held)), "a slot is held twice"
+        assert len(held) + self._slots.num_free + 1 == self.num_slots, "a slot is lost"
+        for adapter_id, entry in self._items():
+            assert len(entry.slots) in (0, entry.rank), adapter_id
+            assert not (entry.retired and not entry.references), f"retired adapter {adapter_id} is still held"
 
     def _row_arrays(self, name: str, rows: int) -> list[tuple[tuple[int, ...], np.dtype]]:
         width_out, width_in = self._projections[name]
@@ -272,7 +270,7 @@ class AdapterStore:
         self._ledger.add(crossing, moved_bytes=self._pool_bytes(entry), useful_bytes=entry.useful_bytes)
 
     def _make_room(self, rank: int) -> None:
-        idle = [i for i, e in self._entries.items() if e.slots and not e.references]
+        idle = [i for i, e in self._items() if e.slots and not e.references]
         for adapter_id in self._policy.order(idle):
             if self._slots.can_alloc(rank):
                 return
@@ -286,6 +284,10 @@ class AdapterStore:
             self._policy.forget(adapter_id)
             with self._lock:
                 del self._entries[adapter_id]
+
+    def _items(self) -> list[tuple[int, _Entry]]:
+        with self._lock:
+            return list(self._entries.items())
 
     def _pool_bytes(self, entry: _Entry) -> int:
         return len(entry.pieces) * PIECE_ROWS * self.slot_bytes

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 TENSOR_AXIS = "tensor"
 
 
-def one_device_mesh(device: jax.Device | None = None) -> Mesh:
-    """A mesh of one device with the axis `tensor`."""
-    return Mesh(np.array([device or jax.local_devices()[0]]), (TENSOR_AXIS,))
+def one_device_mesh() -> Mesh:
+    """A mesh of the first local device, with the axis `tensor`."""
+    return Mesh(np.array(jax.local_devices()[:1]), (TENSOR_AXIS,))
 
 
 def device_sharding(mesh: Mesh, spec: PartitionSpec = PartitionSpec()) -> NamedSharding:  # noqa: B008 - immutable

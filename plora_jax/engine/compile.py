@@ -19,7 +19,7 @@ class CompileCounter:
         self._count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration_s: float, **_: object) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 self._count += 1

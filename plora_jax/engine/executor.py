@@ -150,9 +150,7 @@ def _unpack(
         logprobs = None
         wanted = row.sequence.sampling.logprobs
         if token_id is not None and wanted is not None and top is not None:
-            logprobs = _entry(
-                token_id, top.logprobs[index], top.top_ids[index], top.top_logprobs[index], wanted
-            )
+            logprobs = _entry(token_id, top.logprobs[index], top.top_ids[index], top.top_logprobs[index], wanted)
         scored = () if prompt is None else _prompt_entries(row, prompt, batch, first - decode_rows)
         out.append(RowResult(token_id, logprobs, scored))
     return out
@@ -170,8 +168,6 @@ def _prompt_entries(row: Row, prompt: PromptLogprobs, batch: StepBatch, slot: in
         return []
     count = min(row.count, len(row.sequence.prompt_ids) - row.start - 1)
     return [
-        _entry(
-            int(batch.prompt_targets[i]), prompt.logprobs[i], prompt.top_ids[i], prompt.top_logprobs[i], wanted
-        )
+        _entry(int(batch.prompt_targets[i]), prompt.logprobs[i], prompt.top_ids[i], prompt.top_logprobs[i], wanted)
         for i in range(slot, slot + max(count, 0))
     ]

@@ -52,7 +52,8 @@ class Sequence:
         return self.prompt_ids[position] if position < prompt else self.output_ids[position - prompt]
 
 
-class Row(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
     """A sequence's part in a step: tokens at [start, start + count) are computed.
 
     Attributes:

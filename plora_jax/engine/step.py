@@ -92,9 +92,7 @@ def make_step(config: ModelConfig, dtype: Any, *, lora_strategy: str, attention_
     def step(
         params: Params, pages: KvPages, rows: Mapping[str, AdapterRows], batch: StepBatch
     ) -> tuple[KvPages, StepResult]:
-        context = PagedContext(
-            config, batch, rows, lora_strategy=lora_strategy, attention_strategy=attention_strategy
-        )
+        context = PagedContext(config, batch, rows, lora_strategy=lora_strategy, attention_strategy=attention_strategy)
         with jax.named_scope("embed"):
             x = decoder.embed(params, batch.tokens, dtype)
         with jax.named_scope("layers"):

@@ -7,7 +7,7 @@ plain parameter tree, as `ModelConfig.param_shapes` lists it. Layers are stacked
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,8 @@ class Decoder:
 
         def body(carry: tuple[jax.Array, Any], layer: tuple[Any, LayerConstants]) -> tuple[tuple[jax.Array, Any], None]:
             weights, constants = layer
-            module = nnx.merge(self._graph, nnx.State({k: self._state[k].replace(w) for k, w in weights.items()}))
+            state = nnx.State({name: self._state[name].replace(weight) for name, weight in weights.items()})
+            module = cast(DecoderLayer, nnx.merge(self._graph, state))
             return module(*carry, context, constants), None
 
         constants = jax.tree.map(jnp.asarray, self._constants)

@@ -1,7 +1,7 @@
 """The layers of a decoder as Flax NNX modules.
 
-A module holds base weights only. What changes from request to request comes through a `Context`: a projection asks it for
-the adapters' part, attention asks it to attend. So the same modules serve, train and check.
+A module holds base weights only. What changes from request to request comes through a `Context`: a projection asks it
+for the adapters' part, attention asks it to attend. So the same modules serve, train and check.
 """
 
 from __future__ import annotations
