@@ -132,7 +132,7 @@ class Engine:
         most = config.max_num_seqs + config.max_waiting
         if sampling.n > most:
             raise RequestError(
-                f"n must be at most {most}, the sequences this server holds at once, got {sampling.n}.", "n"
+                f"n must be at most {most}, as many as this server holds at once, got {sampling.n}.", "n"
             )
         decoders = [
             Detokenizer(self.tokenizer, prompt_ids, skip_special_tokens=sampling.skip_special_tokens)

@@ -69,9 +69,7 @@ class NoAdapters:
         raise KeyError(adapter_id)
 
     def put(self, adapter: Adapter, /) -> None:
-        raise AdapterError(
-            f"adapter {adapter.name!r} is refused: this server serves the base model only (--enable_lora)"
-        )
+        raise AdapterError(f"adapter {adapter.name!r} is refused: this server has --enable_lora=false")
 
     def retire(self, adapter_id: int) -> None:
         raise KeyError(adapter_id)

@@ -43,12 +43,12 @@ class AdapterTurns:
         self._held: collections.Counter[int] = collections.Counter()
         self._starts = 0
         self._blocked_since: dict[int, int] = {}
-        self._gate = _Gate.OPEN
+        self._longest_blocked: int | None = None
         self._no_room: set[int] = set()
 
     def begin(self) -> None:
         """Begins a round over the waiting queue."""
-        self._gate = _Gate.OPEN
+        self._longest_blocked = None
         self._no_room.clear()
 
     def may_start(self, seq: Sequence) -> bool:
@@ -56,16 +56,17 @@ class AdapterTurns:
         adapter_id = seq.adapter_id
         if not adapter_id:
             return True
+        gate = self._gate()
         if self._held[adapter_id]:
-            return self._gate < _Gate.BASE_ONLY
-        if self._gate > _Gate.OPEN:
+            return gate < _Gate.BASE_ONLY
+        if gate > _Gate.OPEN:
             return False
         # Room only shrinks within a round, so each adapter is asked about once, however many sequences wait for it.
         if adapter_id not in self._no_room and self._adapters.can_acquire(adapter_id):
             return True
         self._no_room.add(adapter_id)
-        passes = self._starts - self._blocked_since.setdefault(seq.seq_id, self._starts)
-        self._gate = max(self._gate, _Gate(min(passes // self._max_passes, _Gate.BASE_ONLY)))
+        since = self._blocked_since.setdefault(seq.seq_id, self._starts)
+        self._longest_blocked = since if self._longest_blocked is None else min(since, self._longest_blocked)
         return False
 
     def is_unservable(self, seq: Sequence) -> bool:
@@ -91,6 +92,13 @@ class AdapterTurns:
     def forget(self, seq_id: int) -> None:
         """A sequence is gone and waits no longer."""
         self._blocked_since.pop(seq_id, None)
+
+    def _gate(self) -> _Gate:
+        """What those behind the sequences that this round found blocked have to pass."""
+        if self._longest_blocked is None:
+            return _Gate.OPEN
+        passes = self._starts - self._longest_blocked
+        return _Gate(min(passes // self._max_passes, _Gate.BASE_ONLY))
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raises AssertionError unless exactly the running sequences hold references."""

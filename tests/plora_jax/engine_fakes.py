@@ -1,0 +1,200 @@
+"""Stand-ins for what the engine is given: an executor without a model, a store without matrices, a clock to set."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import zlib
+from collections.abc import Callable
+
+from memory_pool.pages import PageAllocator
+from plora_jax.adapters.adapter import Adapter
+from plora_jax.engine import Engine, SchedulerConfig, Sequence, TokenLogprobs
+from plora_jax.engine.plan import Row, RowResult, StepPlan
+from plora_jax.tokenizer import load_tokenizer
+
+VOCAB = 100
+EOS = 2
+TOKENIZER = load_tokenizer(pathlib.Path(__file__).parents[1] / "data" / "conformance" / "models" / "llama")
+"""Maps id i to the character U+4E00 + i."""
+
+
+def text_of(*token_ids: int) -> str:
+    return "".join(chr(0x4E00 + token_id) for token_id in token_ids)
+
+
+class FakeClock:
+    """Moves only when it is told to."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def now(self) -> float:
+        return self.time_s
+
+
+def hashed_token(seq: Sequence) -> int:
+    """A token in [10, VOCAB) that depends on seed, adapter and every token before it."""
+    known = bytes(str((seq.seed, seq.adapter_id, seq.prompt_ids, seq.output_ids)), "ascii")
+    return 10 + zlib.crc32(known) % (VOCAB - 10)
+
+
+class FakeExecutor:
+    """Keeps token ids as if they were keys and values, and checks that each row finds those of its own past.
+
+    Args:
+        config: whose limits a plan must keep.
+        draw: the next token of a sequence.
+    """
+
+    def __init__(self, config: SchedulerConfig, draw: Callable[[Sequence], int] = hashed_token) -> None:
+        self._config, self.draw = config, draw
+        self._memory: dict[tuple[int, int], int] = {}
+        self.plans: list[StepPlan] = []
+        self.fail_with: Exception | None = None
+        self.before_step: Callable[[StepPlan], None] = lambda plan: None
+        self.max_decode_rows = config.max_num_seqs
+        self.max_prefill_tokens = config.max_prefill_tokens
+        self.prefill_block = config.prefill_block
+
+    def execute(self, plan: StepPlan) -> list[RowResult]:
+        self.before_step(plan)
+        if self.fail_with is not None:
+            raise self.fail_with
+        self._check_limits(plan)
+        self.plans.append(plan)
+        return [self._run(row) for row in plan.rows]
+
+    def _check_limits(self, plan: StepPlan) -> None:
+        kinds = [row.decode for row in plan.rows]
+        assert kinds == sorted(kinds, reverse=True), "decode rows come first"
+        assert len({row.sequence.seq_id for row in plan.rows}) == len(plan.rows)
+        assert len(plan.rows) <= self.max_decode_rows
+        assert sum(row.count for row in plan.rows) <= self._config.max_num_batched_tokens
+        slots = sum(-(-row.count // self.prefill_block) * self.prefill_block for row in plan.rows if not row.decode)
+        assert slots <= self.max_prefill_tokens
+
+    def _run(self, row: Row) -> RowResult:
+        seq, size = row.sequence, self._config.page_tokens
+        assert row.start == seq.computed
+        assert row.count >= 1
+        assert 0 not in seq.pages
+        assert row.decode == (bool(seq.output_ids) and row.start == seq.num_tokens - 1)
+        assert row.samples == (row.start + row.count == seq.num_tokens)
+        for position in range(row.start, row.start + row.count):
+            self._memory[seq.pages[position // size], position % size] = seq.token(position)
+        for position in range(row.start + row.count):
+            assert self._memory[seq.pages[position // size], position % size] == seq.token(position)
+        wants_prompt = seq.sampling.prompt_logprobs is not None and not row.decode
+        last = min(row.start + row.count, len(seq.prompt_ids) - 1) if wants_prompt else row.start
+        scored = tuple(self._entry(seq.prompt_ids[p]) for p in range(row.start + 1, last + 1))
+        if not row.samples:
+            return RowResult(None, None, scored)
+        token = self.draw(seq)
+        return RowResult(token, None if seq.sampling.logprobs is None else self._entry(token), scored)
+
+    def _entry(self, token_id: int) -> TokenLogprobs:
+        return TokenLogprobs(token_id, -float(token_id), ((token_id, -float(token_id)),))
+
+
+@dataclasses.dataclass(frozen=True)
+class FakePlacement:
+    tier: str
+    references: int
+    strategy: str = "resident"
+    pool_bytes: int = 1000
+
+
+class FakeStore:
+    """Room for so many adapters at once; 0 refuses all."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.references: collections.Counter[int] = collections.Counter()
+        self.kept: set[int] = set()
+
+    def put(self, adapter: Adapter, /) -> None:
+        self.kept.add(adapter.identity)
+
+    def can_acquire(self, adapter_id: int) -> bool:
+        return self.references[adapter_id] > 0 or len(+self.references) < self.room
+
+    def acquire(self, adapter_id: int) -> None:
+        assert self.can_acquire(adapter_id)
+        assert adapter_id in self.kept
+        self.references[adapter_id] += 1
+
+    def release(self, adapter_id: int) -> None:
+        assert self.references[adapter_id] > 0
+        self.references[adapter_id] -= 1
+
+    def retire(self, adapter_id: int) -> None:
+        assert not self.references[adapter_id]
+        self.kept.remove(adapter_id)
+
+    def status(self, adapter_id: int) -> FakePlacement:
+        if adapter_id not in self.kept:
+            raise KeyError(adapter_id)
+        held = self.references[adapter_id]
+        return FakePlacement("device" if held else "pool", held)
+
+
+def make_config(**changes: int | None) -> SchedulerConfig:
+    """Limits small enough that a test meets them: 4 sequences, 16 tokens a step, pages of 4, context 32."""
+    limits: dict[str, int | None] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_prefill_tokens": 16,
+        "prefill_block": 4,
+        "page_tokens": 4,
+        "max_model_len": 32,
+        "max_waiting": 64,
+    }
+    return SchedulerConfig(**(limits | changes))  # pyright: ignore[reportArgumentType]
+
+
+@dataclasses.dataclass
+class Rig:
+    """An engine and everything behind it."""
+
+    engine: Engine
+    executor: FakeExecutor
+    store: FakeStore
+    pages: PageAllocator
+    clock: FakeClock
+
+    def check_all_given_back(self) -> None:
+        self.engine.check_integrity()
+        assert self.pages.num_free == self.pages.num_usable
+        assert not +self.store.references
+        assert all(status.in_flight == 0 for status in self.engine.adapters())
+
+
+def make_rig(
+    *,
+    num_pages: int = 33,
+    room: int = 2,
+    draw: Callable[[Sequence], int] = hashed_token,
+    load_adapter: Callable[[str, str], Adapter] | None = None,
+    decode_rows: int | None = None,
+    enable_lora: bool = True,
+    **limits: int | None,
+) -> Rig:
+    """An engine over fakes; `limits` as for `make_config`."""
+    config, clock, store, pages = make_config(**limits), FakeClock(), FakeStore(room), PageAllocator(num_pages)
+    executor = FakeExecutor(config, draw)
+    executor.max_decode_rows = decode_rows or config.max_num_seqs
+    engine = Engine(
+        executor=executor,
+        scheduler_config=config,
+        pages=pages,
+        tokenizer=TOKENIZER,
+        adapters=store if enable_lora else None,
+        load_adapter=load_adapter or (lambda name, path: Adapter(name, {}, {}, path)),
+        vocab_size=VOCAB,
+        eos_token_ids=(EOS,),
+        model_name="base",
+        clock=clock,
+    )
+    return Rig(engine, executor, store, pages, clock)
