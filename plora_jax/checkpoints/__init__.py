@@ -8,7 +8,7 @@ from plora_jax.checkpoints.gguf import default_model_path, load_gguf
 from plora_jax.checkpoints.hf import load_hf, load_hf_config
 from plora_jax.checkpoints.hf_config import read_hf_config
 from plora_jax.checkpoints.hf_write import save_hf, write_hf_config
-from plora_jax.checkpoints.load import DEFAULT_MODEL, LoadedModel, find_model, load_model
+from plora_jax.checkpoints.load import DEFAULT_MODEL, LoadedModel, find_model, load_config, load_model
 from plora_jax.checkpoints.orbax import load_orbax, load_orbax_config, save_orbax
 from plora_jax.checkpoints.weights import Params, Progress, ShardingOf, WeightsError, one_device_sharding
 
@@ -21,6 +21,7 @@ __all__ = [
     "WeightsError",
     "default_model_path",
     "find_model",
+    "load_config",
     "load_gguf",
     "load_hf",
     "load_hf_config",

@@ -93,7 +93,7 @@ def load_gguf(
     """
     reader = _open(Path(path))
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    config = _config(path, reader, stored)
+    config = _read_config(path, reader, stored)
     names = _names(config)
     parts = {name: part for part, name in names.items()}
     tensors = [
@@ -115,6 +115,12 @@ def load_gguf(
     return config, params
 
 
+def load_gguf_config(path: str | Path) -> ModelConfig:
+    """The configuration of a GGUF file; raises as `load_gguf` does."""
+    reader = _open(Path(path))
+    return _read_config(path, reader, {tensor.name: tensor for tensor in reader.tensors})
+
+
 def _open(path: Path) -> gguf.GGUFReader:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -130,7 +136,7 @@ def _open(path: Path) -> gguf.GGUFReader:
         ) from None
 
 
-def _config(path: str | Path, reader: gguf.GGUFReader, stored: Mapping[str, Any]) -> ModelConfig:
+def _read_config(path: str | Path, reader: gguf.GGUFReader, stored: Mapping[str, Any]) -> ModelConfig:
     # Arrays (tokens, merges) belong to the tokenizer and take seconds to unpack.
     scalar = {key: field for key, field in reader.fields.items() if field.types[0] != gguf.GGUFValueType.ARRAY}
     metadata = {key: field.contents() for key, field in scalar.items()}

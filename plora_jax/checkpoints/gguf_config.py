@@ -16,7 +16,6 @@ from plora_jax.config import ConfigError, ModelConfig, RopeConfig
 from plora_jax.model.rope import inverse_frequencies
 
 _SUPPORTED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
-_HEAD_DIM = {"gemma2": 256, "gemma3": 256}
 _WINDOW_PATTERN = {"gemma2": 2, "gemma3": 6}
 # (architecture, layers) of models whose query scale is that of hidden_size / num_heads, not of head_dim.
 _WIDE_QUERY_SCALE = (("gemma2", 46), ("gemma3", 62))
@@ -73,7 +72,7 @@ def read_gguf_config(
     hidden, num_heads, num_layers = (
         _integer(name, own, key) for key in ("embedding_length", "attention.head_count", "block_count")
     )
-    head_dim = int(own.get("attention.key_length", _HEAD_DIM.get(name, hidden // num_heads)))
+    head_dim = _integer(name, own, "attention.key_length", default=hidden // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, head_dim) != head_dim:
             raise ConfigError(f"{name}.{key} = {own[key]} is not supported; the heads have {head_dim} dimensions")
@@ -88,10 +87,10 @@ def read_gguf_config(
         intermediate_size=_integer(name, own, "feed_forward_length"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=int(own.get("attention.head_count_kv", num_heads)),
+        num_kv_heads=_integer(name, own, "attention.head_count_kv", default=num_heads),
         head_dim=head_dim,
         max_position=_integer(name, own, "context_length"),
-        norm_eps=_decimal(own["attention.layer_norm_rms_epsilon"]),
+        norm_eps=_norm_eps(name, own),
         rope=_rope(name, own, head_dim=head_dim, factors=rope_factors),
         rope_local=RopeConfig(theta=1e4) if name == "gemma3" else None,
         query_scale=float(hidden / num_heads if wide else head_dim) ** -0.5,
@@ -104,7 +103,7 @@ def read_gguf_config(
         post_norms=gemma,
         embed_scale=math.sqrt(hidden) if gemma else 1.0,
         attention_soft_cap=_cap(own, "attn_logit_softcapping", 50.0) if name == "gemma2" else None,
-        final_soft_cap=_cap(own, "final_logit_softcapping", 30.0 if name == "gemma2" else None),
+        final_soft_cap=_cap(own, "final_logit_softcapping", 30.0) if name == "gemma2" else None,
         num_experts=num_experts,
         experts_per_token=int(own.get("expert_used_count", 0)),
         norm_topk_prob=bool(num_experts),
@@ -118,15 +117,17 @@ def _refuse_unknown(name: str, own: Mapping[str, Any]) -> None:
     for key, value in own.items():
         dense_only = name != "llama" and key.startswith("expert_") and value
         window = not name.startswith("gemma") and key == "attention.sliding_window"
-        caps = not name.startswith("gemma") and key.endswith("softcapping")
+        caps = name != "gemma2" and key.endswith("softcapping")
         if key not in _KNOWN or dense_only or window or caps:
             raise ConfigError(
                 f"{name}.{key} = {str(value)[:80]} is not supported in GGUF and may change what the model computes"
             )
 
 
-def _integer(name: str, own: Mapping[str, Any], key: str) -> int:
-    value = own.get(key)
+def _integer(name: str, own: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+    value = own.get(key, default)
+    if isinstance(value, list) and len(set(value)) == 1:
+        value = value[0]
     if not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}.{key} = {value!r} in the GGUF metadata; it must be one whole number of 1 or more")
     return value
@@ -137,9 +138,15 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _cap(own: Mapping[str, Any], key: str, default: float | None) -> float | None:
-    value = own.get(key, default)
-    return None if value is None else _decimal(value)
+def _norm_eps(name: str, own: Mapping[str, Any]) -> float:
+    key = "attention.layer_norm_rms_epsilon"
+    if key not in own:
+        raise ConfigError(f"{name}.{key} is not in the GGUF metadata")
+    return _decimal(own[key])
+
+
+def _cap(own: Mapping[str, Any], key: str, default: float) -> float:
+    return _decimal(own.get(key, default))
 
 
 def _eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:
@@ -160,19 +167,19 @@ def _rope(name: str, own: Mapping[str, Any], *, head_dim: int, factors: np.ndarr
     if kind not in ("none", "linear"):
         raise ConfigError(f"{name}.rope.scaling.type = {kind!r} is not supported in GGUF; supported: none, linear")
     if factors is not None:
-        return _llama3(theta, head_dim, factors)
+        return _llama3(theta, head_dim, factors, original=int(own.get("rope.scaling.original_context_length", 8192)))
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=_decimal(own.get("rope.scaling.factor", 1.0)))
     return RopeConfig(theta=theta)
 
 
-def _llama3(theta: float, head_dim: int, factors: np.ndarray) -> RopeConfig:
+def _llama3(theta: float, head_dim: int, factors: np.ndarray, *, original: int) -> RopeConfig:
     """The Llama 3.1 scaling whose frequencies the file lists, as divisors of the plain ones."""
-    rope = RopeConfig(theta=theta, kind="llama3", factor=_decimal(factors.max()))
+    rope = RopeConfig(theta=theta, kind="llama3", factor=_decimal(factors.max()), original_max_position=original)
     plain = inverse_frequencies(RopeConfig(theta=theta), head_dim)
     if factors.shape != plain.shape or not np.allclose(plain / factors, inverse_frequencies(rope, head_dim), rtol=1e-4):
         raise ConfigError(
             "rope_freqs.weight is not supported: its factors are not those of Llama 3.1 (low_freq_factor 1, "
-            "high_freq_factor 4, original context 8192)"
+            f"high_freq_factor 4, original context {original})"
         )
     return rope

@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from plora_jax.checkpoints.gguf import default_model_path, load_gguf
-from plora_jax.checkpoints.hf import load_hf
-from plora_jax.checkpoints.orbax import is_orbax, load_orbax
+from plora_jax.checkpoints.gguf import default_model_path, load_gguf, load_gguf_config
+from plora_jax.checkpoints.hf import load_hf, load_hf_config
+from plora_jax.checkpoints.orbax import is_orbax, load_orbax, load_orbax_config
 from plora_jax.checkpoints.weights import Params, Progress, ShardingOf
 from plora_jax.config import ModelConfig
 
@@ -64,6 +64,14 @@ def find_model(path_or_name: str | Path) -> Path:
         f"{path} holds no model: looked for config.json (Hugging Face), model_config.json (Orbax) and one .gguf file, "
         f"found {found}"
     )
+
+
+def load_config(path_or_name: str | Path) -> ModelConfig:
+    """The configuration of a base model in any format, without its weights; arguments and errors as `load_model`."""
+    source = find_model(path_or_name)
+    if source.is_file():
+        return load_gguf_config(source)
+    return load_orbax_config(source) if is_orbax(source) else load_hf_config(source)
 
 
 def load_model(

@@ -40,9 +40,9 @@ def save_orbax(
 
     Args:
         path: must not exist, or be empty.
-        config: of the model.
+        config: of the model; its dtype becomes that of the parameters.
         params: nested parameter tree, any sharding.
-        extra_files: tokenizer files to copy into it.
+        extra_files: tokenizer files and folders to copy into it.
 
     Raises:
         FileExistsError: something is there.
@@ -56,10 +56,11 @@ def save_orbax(
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / PARAMS_FOLDER, dict(params))
         checkpointer.wait_until_finished()
+    config = dataclasses.replace(config, dtype=str(params["embedding"].dtype))
     content = {"format": _FORMAT, "config": dataclasses.asdict(config)}
     (directory / CONFIG_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    for file in extra_files:
-        shutil.copy(file, directory)
+    for file in map(Path, extra_files):
+        (shutil.copytree if file.is_dir() else shutil.copy)(file, directory / file.name)
 
 
 def load_orbax(
