@@ -9,6 +9,7 @@ queries per group, R query heads per KV head, M pages per table, S tokens of a c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +84,9 @@ class HeadMaths(NamedTuple):
     scale: float
     soft_cap: float | None
     window: Any
+
+
+PartialKernel = Callable[[jax.Array, KvPages, jax.Array, AttentionLane, HeadMaths], Partial]
 
 
 def write_kv(pages: KvPages, layer: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, where: KvWrite) -> KvPages:
@@ -170,11 +174,18 @@ def paged_attention(
     return lax.fori_loop(first_chunk, last_chunk, step, nothing)
 
 
-def local(q_NQHD: jax.Array, pages: KvPages, layer: jax.Array, lane: AttentionLane, maths: HeadMaths) -> jax.Array:
+def attend(
+    q_NQHD: jax.Array, pages: KvPages, layer: jax.Array, lane: AttentionLane, maths: HeadMaths, *, kernel: PartialKernel
+) -> jax.Array:
     """The strategy `local`: the device computes over pages in its own memory.
 
     Args:
         q_NQHD: [N, Q, heads, H].
+        pages: KV pages; the tokens of this step are already written.
+        layer: [] int32.
+        lane: tables and positions.
+        maths: how scores are made.
+        kernel: gives the partial result over the pages.
 
     Returns:
         [N, Q, heads, H] in the dtype of q.
@@ -183,6 +194,6 @@ def local(q_NQHD: jax.Array, pages: KvPages, layer: jax.Array, lane: AttentionLa
     kv_heads = pages.k.shape[2]
     repeats = num_heads // kv_heads
     q = q_NQHD.reshape(groups, queries, kv_heads, repeats, dim).transpose(0, 2, 1, 3, 4)
-    partial = paged_attention(q.reshape(groups, kv_heads, queries * repeats, dim), pages, layer, lane, maths)
+    partial = kernel(q.reshape(groups, kv_heads, queries * repeats, dim), pages, layer, lane, maths)
     out = finish(partial).reshape(groups, kv_heads, queries, repeats, dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(q_NQHD.shape).astype(q_NQHD.dtype)

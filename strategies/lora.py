@@ -39,10 +39,10 @@ class LoraLane(NamedTuple):
     chunks: Any
 
 
-def resident(
+def xla_delta(
     x_TI: jax.Array, rows: Mapping[str, AdapterRows], layer: jax.Array, lane: LoraLane
 ) -> dict[str, jax.Array]:
-    """The strategy `resident`: A and B are in device memory, shrink and expand run on the device.
+    """Shrink and expand for all tokens of a lane, in XLA; the reference for faster kernels.
 
     Args:
         x_TI: [T, I] input that all the projections of `rows` share.

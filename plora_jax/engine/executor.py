@@ -24,9 +24,9 @@ from plora_jax.engine.batch import (
 )
 from plora_jax.engine.outputs import TokenLogprobs
 from plora_jax.engine.plan import Row, RowResult, StepPlan
-from plora_jax.engine.step import PromptLogprobs, StepResult, make_step
+from plora_jax.engine.step import PromptLogprobs, StepResult, StepStrategies, make_step
 from plora_jax.model import Params
-from strategies import KvPages
+from strategies import KernelSet, KvPages, choose_kernels
 
 
 def kv_page_bytes(config: ModelConfig, page_tokens: int, dtype: Any) -> int:
@@ -49,6 +49,7 @@ class JaxExecutor:
         max_prefill_tokens: prefill slots of the largest bucket.
         max_model_len: longest sequence, tokens.
         adapters: store whose device rows the step reads; None serves the base model only.
+        kernels: implementations to use; by default the best for the platform.
         progress: told (programs compiled, programs in all) during warm-up.
     """
 
@@ -65,12 +66,14 @@ class JaxExecutor:
         max_prefill_tokens: int,
         max_model_len: int,
         adapters: AdapterStore | None,
+        kernels: KernelSet | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._params, self._adapters, self._dtype, self._mesh = params, adapters, np.dtype(dtype), mesh
         self._shape = BatchShape(max_model_len, page_tokens, adapters.num_slots if adapters else 1)
         self._buckets = lattice(max_num_seqs, max_prefill_tokens)
         self._width = max_num_seqs
+        self.kernels = kernels or choose_kernels()
         shape = (config.num_layers, num_pages, config.num_kv_heads, page_tokens, config.head_dim)
         self._pages = KvPages(
             *(allocate(shape, raw_dtype(dtype), device_sharding(mesh)) for _ in range(2)),
@@ -113,7 +116,7 @@ class JaxExecutor:
         return self._adapters.device_rows if self._adapters else {}
 
     def _compile_all(self, config: ModelConfig, progress: Callable[[int, int], None] | None) -> dict[Bucket, Any]:
-        step = make_step(config, self._dtype, lora_strategy="resident", attention_strategy="local")
+        step = make_step(config, self._dtype, StepStrategies("resident", "local", self.kernels))
         jitted = jax.jit(step, donate_argnames="pages")
         exact = self._dtype == np.float32
         programs = {}

@@ -19,7 +19,7 @@ from plora_jax.engine.batch import PREFILL_BLOCK, StepBatch
 from plora_jax.engine.params import MAX_LOGPROBS
 from plora_jax.engine.sampling import SampledRows, sample, token_logprobs
 from plora_jax.model import Decoder, LayerConstants, Params
-from strategies import ATTENTION, LORA, HeadMaths, KvPages, write_kv
+from strategies import ATTENTION, LORA, HeadMaths, KernelSet, KvPages, write_kv
 
 
 class PromptLogprobs(NamedTuple):
@@ -37,6 +37,20 @@ class StepResult(NamedTuple):
     prompt: PromptLogprobs
 
 
+class StepStrategies(NamedTuple):
+    """What a step is built from.
+
+    Attributes:
+        lora: a name in strategies.LORA.
+        attention: a name in strategies.ATTENTION.
+        kernels: implementations on this platform.
+    """
+
+    lora: str
+    attention: str
+    kernels: KernelSet
+
+
 class PagedContext:
     """The strategies of a packed batch, as the model's layers see them."""
 
@@ -46,19 +60,19 @@ class PagedContext:
         batch: StepBatch,
         rows: Mapping[str, AdapterRows],
         *,
-        lora_strategy: str,
-        attention_strategy: str,
+        strategies: StepStrategies,
     ) -> None:
         self._config, self._batch, self._rows = config, batch, rows
-        self._delta = LORA[lora_strategy].delta
-        self._attend = ATTENTION[attention_strategy].attend
+        self._kernels = strategies.kernels
+        self._delta = LORA[strategies.lora].delta
+        self._attend = ATTENTION[strategies.attention].attend
 
     def positions(self) -> jax.Array:
         return self._batch.positions
 
     def deltas(self, x: jax.Array, projections: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
         rows = {name: self._rows[name] for name in projections if name in self._rows}
-        return self._delta(x, rows, layer.index, self._batch.lora) if rows else {}
+        return self._delta(x, rows, layer.index, self._batch.lora, self._kernels) if rows else {}
 
     def attend(
         self, cache: KvPages, q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerConstants
@@ -71,18 +85,19 @@ class PagedContext:
         for lane, tokens in ((batch.decode, q[:decode_rows]), (batch.prefill, q[decode_rows:])):
             if lane.positions.shape[0]:
                 grouped = tokens.reshape(*lane.positions.shape, c.num_heads, c.head_dim)
-                parts.append(self._attend(grouped, cache, layer.index, lane, maths).reshape(tokens.shape))
+                parts.append(
+                    self._attend(grouped, cache, layer.index, lane, maths, self._kernels).reshape(tokens.shape)
+                )
         return cache, jnp.concatenate(parts)
 
 
-def make_step(config: ModelConfig, dtype: Any, *, lora_strategy: str, attention_strategy: str) -> Any:
+def make_step(config: ModelConfig, dtype: Any, strategies: StepStrategies) -> Any:
     """Builds the step of a model.
 
     Args:
         config: of the model.
         dtype: compute dtype of activations, KV and adapters.
-        lora_strategy: a name in strategies.LORA.
-        attention_strategy: a name in strategies.ATTENTION.
+        strategies: which strategies and kernels the step uses.
 
     Returns:
         A function (params, pages, rows, batch) -> (pages, StepResult), to be jitted with `pages` donated.
@@ -92,7 +107,7 @@ def make_step(config: ModelConfig, dtype: Any, *, lora_strategy: str, attention_
     def step(
         params: Params, pages: KvPages, rows: Mapping[str, AdapterRows], batch: StepBatch
     ) -> tuple[KvPages, StepResult]:
-        context = PagedContext(config, batch, rows, lora_strategy=lora_strategy, attention_strategy=attention_strategy)
+        context = PagedContext(config, batch, rows, strategies=strategies)
         with jax.named_scope("embed"):
             x = decoder.embed(params, batch.tokens, dtype)
         with jax.named_scope("layers"):

@@ -34,7 +34,9 @@ class Decoder:
         self.config = config
         names = [path.removeprefix("layers.") for path in config.param_shapes() if path.startswith("layers.")]
         layer = nnx.eval_shape(lambda: DecoderLayer(config, {name: jnp.zeros(()) for name in names}))
-        self._graph, self._state = nnx.split(layer)
+        self._graph, state = nnx.split(layer)
+        leaves, self._treedef = jax.tree.flatten_with_path(state)
+        self._names = [path[0].key for path, _ in leaves]
         local = config.rope_local or config.rope
         self._constants = LayerConstants(
             index=np.arange(config.num_layers, dtype=np.int32),
@@ -69,7 +71,7 @@ class Decoder:
 
         def body(carry: tuple[jax.Array, Any], layer: tuple[Any, LayerConstants]) -> tuple[tuple[jax.Array, Any], None]:
             weights, constants = layer
-            state = nnx.State({name: self._state[name].replace(weight) for name, weight in weights.items()})
+            state = jax.tree.unflatten(self._treedef, [weights[name] for name in self._names])
             module = cast(DecoderLayer, nnx.merge(self._graph, state))
             return module(*carry, context, constants), None
 

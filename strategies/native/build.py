@@ -1,0 +1,74 @@
+"""Builds kernels.cc once a machine and source, and registers its functions with XLA.
+
+The library is kept under ~/.cache/plora_jax/native (or $PLORA_NATIVE_DIR), by a hash of what it is made from. Without a
+compiler, or with PLORA_NATIVE=0, nothing is built and the XLA implementations serve.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+
+_SOURCE = Path(__file__).with_name("kernels.cc")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
+_TARGETS = ("plora_lora_delta", "plora_decode_attention")
+_BUILD_LIMIT_S = 300
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Builds and registers the kernels at the first call; None when they can be used, else why not."""
+    if os.environ.get("PLORA_NATIVE", "1") == "0":
+        return "switched off by PLORA_NATIVE=0"
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        return "no C++ compiler (g++ or clang++) was found"
+    try:
+        library = ctypes.CDLL(str(_library(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        return (
+            f"{compiler} could not build {_SOURCE.name}: {detail.strip().splitlines()[0] if detail.strip() else error}"
+        )
+    for target in _TARGETS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+    return None
+
+
+def _library(compiler: str) -> Path:
+    """Path of the shared library, built when it is not there yet."""
+    made_from = (_SOURCE.read_bytes(), compiler, _FLAGS, jax.__version__, platform.machine(), _cpu_flags())
+    digest = hashlib.sha256(repr(made_from).encode()).hexdigest()[:20]
+    directory = Path(os.environ.get("PLORA_NATIVE_DIR", "~/.cache/plora_jax/native")).expanduser()
+    path = directory / f"kernels-{digest}.so"
+    if path.exists():
+        return path
+    directory.mkdir(parents=True, exist_ok=True)
+    # Built under another name and moved, so that two starts at once, or a killed one, leave no half library.
+    handle, name = tempfile.mkstemp(suffix=".so", dir=directory)
+    os.close(handle)
+    try:
+        command = [compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", name]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_LIMIT_S)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return path
+
+
+def _cpu_flags() -> str:
+    """What -march=native depends on: a home directory may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
