@@ -146,7 +146,7 @@ class Scheduler:
         held = collections.Counter(page for seq in self._running for page in seq.pages)
         assert sum(held.values()) + self._pages.num_free == self._pages.num_usable, "a page is lost or held twice"
         assert all(self._pages.references(page) == count for page, count in held.items()), "a page reference is lost"
-        self._turns.check_integrity(self._running)
+        self._turns.check_integrity(self._running, self._waiting)
         for seq in self._running:
             assert seq.computed <= len(seq.pages) * self.config.page_tokens, f"sequence {seq.seq_id} lacks pages"
             assert len(seq.pages) <= self._pages_for(seq.num_tokens), f"sequence {seq.seq_id} holds pages too early"
@@ -191,13 +191,13 @@ class Scheduler:
 
     def _plan_chunk(self, seq: Sequence, rows: dict[int, Row], budget: StepBudget) -> int:
         """Plans as much of a prefill as budget and pages allow; returns the number of pages taken for it."""
-        count = budget.fit(seq.num_tokens - seq.computed)
-        before = len(seq.pages)
-        room = (before + self._pages.num_free) * self.config.page_tokens - seq.computed
+        count, before = budget.fit(seq.num_tokens - seq.computed), len(seq.pages)
         # A shorter chunk costs less than another sequence's work, so only the first token of a chunk may preempt.
-        count = min(count, max(room, 1))
-        if not count or not self._provide(seq, count, rows):
+        if not count or not self._provide(seq, 1, rows):
             return 0
+        room = (len(seq.pages) + self._pages.num_free) * self.config.page_tokens - seq.computed
+        count = min(count, room)
+        self._provide(seq, count, rows)
         samples = seq.computed + count == seq.num_tokens
         rows[seq.seq_id] = Row(seq, seq.computed, count, decode=False, samples=samples)
         budget.take_prefill(count)

@@ -69,9 +69,8 @@ class TokenStream:
         )
 
     def abort(self) -> Delta:
-        """The last piece of a completion that is cancelled: what was held back, for nothing comes after it."""
-        text, _ = self._stops.feed(self._decoder.flush(), may_stop=False)
-        return Delta(self.index, text + self._stops.flush(), (), finish_reason="abort")
+        """The last piece of a completion that is cancelled: text held back for a stop string that did not come."""
+        return Delta(self.index, self._stops.flush(), (), finish_reason="abort")
 
     def fail(self, error: str) -> Delta:
         """The last piece of a completion that cannot go on."""

@@ -93,14 +93,16 @@ class AdapterTurns:
         """A sequence is gone and waits no longer."""
         self._blocked_since.pop(seq_id, None)
 
+    def check_integrity(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless exactly the running sequences hold references, and only waiting ones wait."""
+        wanted = collections.Counter(seq.adapter_id for seq in running if seq.adapter_id)
+        assert wanted == self._held, f"adapter references {dict(self._held)} are not those of running sequences"
+        gone = set(self._blocked_since) - {seq.seq_id for seq in waiting}
+        assert not gone, f"sequences {gone} are thought to wait for an adapter"
+
     def _gate(self) -> _Gate:
         """What those behind the sequences that this round found blocked have to pass."""
         if self._longest_blocked is None:
             return _Gate.OPEN
         passes = self._starts - self._longest_blocked
         return _Gate(min(passes // self._max_passes, _Gate.BASE_ONLY))
-
-    def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless exactly the running sequences hold references."""
-        wanted = collections.Counter(seq.adapter_id for seq in running if seq.adapter_id)
-        assert wanted == self._held, f"adapter references {dict(self._held)} are not those of running sequences"

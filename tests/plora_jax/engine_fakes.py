@@ -107,10 +107,10 @@ class FakePlacement:
 
 
 class FakeStore:
-    """Room for so many adapters at once; 0 refuses all."""
+    """Room for adapters of these sizes, 1 unless said; no room refuses all."""
 
-    def __init__(self, room: int) -> None:
-        self.room = room
+    def __init__(self, room: int, sizes: dict[int, int] | None = None) -> None:
+        self.room, self.sizes = room, sizes or {}
         self.references: collections.Counter[int] = collections.Counter()
         self.kept: set[int] = set()
 
@@ -118,7 +118,8 @@ class FakeStore:
         self.kept.add(adapter.identity)
 
     def can_acquire(self, adapter_id: int) -> bool:
-        return self.references[adapter_id] > 0 or len(+self.references) < self.room
+        taken = sum(self.sizes.get(held, 1) for held in +self.references)
+        return self.references[adapter_id] > 0 or taken + self.sizes.get(adapter_id, 1) <= self.room
 
     def acquire(self, adapter_id: int) -> None:
         assert self.can_acquire(adapter_id)

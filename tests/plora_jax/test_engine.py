@@ -17,6 +17,7 @@ from plora_jax.engine import (
     SamplingParams,
     Sequence,
     UnknownAdapterError,
+    loop,
 )
 from tests.plora_jax.engine_fakes import EOS, Rig, make_rig, text_of
 
@@ -354,7 +355,8 @@ def test_unload_while_running_ends_undisturbed_and_frees_after_the_last() -> Non
 
 def test_unload_while_only_waiting_keeps_the_load_until_served() -> None:
     rig = make_rig(room=1)
-    load(rig, "a"), load(rig, "b")
+    load(rig, "a")
+    load(rig, "b")
     first = rig.engine.submit([5], SamplingParams(max_tokens=6), adapter="a")
     second = rig.engine.submit([5], SamplingParams(max_tokens=2), adapter="b")
     steps(rig, 1)
@@ -535,6 +537,28 @@ def test_loop_that_fails_fails_everything_instead_of_hanging(monkeypatch: pytest
         rig.engine.submit([5], SamplingParams())
 
 
+def test_request_on_its_way_in_when_the_engine_dies_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig()
+    reached, proceed = threading.Event(), threading.Event()
+
+    def hold(plan: object) -> None:
+        reached.set()
+        assert proceed.wait(10)
+
+    monkeypatch.setattr(loop, "MAX_FAILED_STEPS", 1)
+    rig.executor.before_step, rig.executor.fail_with = hold, RuntimeError("device lost")
+    rig.engine.start()
+    generations = [rig.engine.submit([5], SamplingParams())]
+    assert reached.wait(10)
+    generations.append(rig.engine.submit([5], SamplingParams()))
+    proceed.set()
+    for generation in generations:
+        with pytest.raises(GenerationFailedError, match="device lost"):
+            generation.collect()
+    rig.engine.shutdown()
+    rig.check_all_given_back()
+
+
 # --- shutting down ---
 
 
@@ -597,7 +621,8 @@ def test_stats_and_observations_follow_the_clock() -> None:
     steps(rig, 1)
     assert (rig.engine.stats().running, rig.engine.stats().waiting) == (1, 1)
     assert rig.engine.stats().kv_usage == pytest.approx(1 / 32)
-    first.collect(), second.collect()
+    first.collect()
+    second.collect()
 
     stats, seen = rig.engine.stats(), rig.engine.take_observations()
     assert (stats.prompt_tokens, stats.generation_tokens, stats.finished) == (10, 4, {"length": 2})

@@ -12,9 +12,11 @@ from tests.plora_jax.engine_fakes import FakeExecutor, FakeStore, hashed_token, 
 class Bench:
     """A scheduler that steps over fakes until sequences have their tokens."""
 
-    def __init__(self, *, num_pages: int = 33, room: int = 100, **limits: int | None) -> None:
+    def __init__(
+        self, *, num_pages: int = 33, room: int = 100, sizes: dict[int, int] | None = None, **limits: int | None
+    ) -> None:
         self.config = make_config(**limits)
-        self.pages, self.store = PageAllocator(num_pages), FakeStore(room)
+        self.pages, self.store = PageAllocator(num_pages), FakeStore(room, sizes)
         self.store.kept.update(range(1, 100))
         self.scheduler = Scheduler(self.config, self.pages, self.store)
         self.executor = FakeExecutor(self.config)
@@ -155,6 +157,26 @@ def test_schedule_sequence_behind_waits_with_its_pages_rather_than_preempt_itsel
     assert bench.scheduler.stats() == (2, 0, 0, 1.0)
 
 
+def test_schedule_short_of_pages_shortens_a_chunk_rather_than_preempt() -> None:
+    bench = Bench(num_pages=10, prefill_chunk_tokens=8, max_num_batched_tokens=32, max_prefill_tokens=32)
+    bench.add(1, 16, 1)
+    for seq_id in (2, 3, 4):
+        bench.add(seq_id, 4, 3)
+    bench.step()
+    assert bench.step() == [(2, 1, True), (3, 1, True), (4, 1, True), (1, 4, False)]
+    assert bench.scheduler.stats().preemptions == 0
+
+
+def test_schedule_without_pages_a_chunk_takes_what_preemption_freed() -> None:
+    bench = Bench(num_pages=9, prefill_chunk_tokens=8, max_num_batched_tokens=32, max_prefill_tokens=32)
+    bench.add(1, 16, 1)
+    for seq_id in (2, 3, 4):
+        bench.add(seq_id, 4, 3)
+    bench.step()
+    assert bench.step() == [(2, 1, True), (3, 1, True), (1, 8, False)]
+    assert [seq.seq_id for seq in bench.scheduler.waiting] == [4]
+
+
 def test_schedule_alone_always_reaches_the_context_limit() -> None:
     bench = Bench(num_pages=9)
     seq = bench.add(1, 1, 31)
@@ -212,17 +234,30 @@ def test_adapters_blocked_sequence_is_passed_a_bounded_number_of_times() -> None
 
 
 def test_adapters_blocked_sequence_is_passed_by_held_adapters_longer_than_by_new_ones() -> None:
-    bench = Bench(room=2, max_adapter_passes=1, max_num_seqs=8)
+    bench = Bench(room=3, sizes={9: 3}, max_adapter_passes=1, max_num_seqs=8)
     bench.add(1, 1, 9, adapter_id=1)
-    bench.add(2, 1, 2, adapter_id=2)
     bench.step()
-    bench.add(3, 1, 9, adapter_id=3)
-    bench.add(4, 1, 9)
-    assert [seq_id for seq_id, _, _ in bench.step()] == [1, 2, 4]
-    bench.store.room = 1  # what adapter 2 left is no longer there
-    bench.add(5, 1, 9, adapter_id=4)
+    bench.add(2, 1, 1, adapter_id=9)
+    bench.add(3, 1, 9)
+    bench.add(4, 1, 9, adapter_id=2)
+    bench.add(5, 1, 9, adapter_id=1)
     bench.add(6, 1, 9, adapter_id=1)
-    assert [seq_id for seq_id, _, _ in bench.step()] == [1, 4, 6]
+    assert [seq_id for seq_id, _, _ in bench.step()] == [1, 3, 5]
+    bench.run()
+    assert len(bench.finished) == 6
+
+
+def test_adapters_gate_follows_the_sequence_that_is_blocked_longest() -> None:
+    bench = Bench(room=2, sizes={8: 2, 9: 2}, max_adapter_passes=2, max_num_seqs=8)
+    bench.add(1, 1, 9, adapter_id=1)
+    bench.step()
+    bench.add(2, 1, 1, adapter_id=8)
+    bench.add(3, 1, 9)
+    assert [seq_id for seq_id, _, _ in bench.step()] == [1, 3]
+    bench.add(4, 1, 1, adapter_id=9)
+    bench.add(5, 1, 9)
+    bench.add(6, 1, 1, adapter_id=2)
+    assert [seq_id for seq_id, _, _ in bench.step()] == [1, 3, 5]
 
 
 def test_adapters_base_sequences_pass_a_blocked_one_for_as_long_as_they_like() -> None:
