@@ -9,7 +9,7 @@ Letters: T packed tokens, I in, O out, L layers, C rank components of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +37,9 @@ class LoraLane(NamedTuple):
     slots: Any
     slot_owner: Any
     chunks: Any
+
+
+DeltaKernel = Callable[[jax.Array, Mapping[str, AdapterRows], jax.Array, LoraLane], dict[str, jax.Array]]
 
 
 def xla_delta(

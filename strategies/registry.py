@@ -8,16 +8,15 @@ from typing import NamedTuple
 import jax
 
 from memory_pool import AdapterRows
-from strategies.attention import AttentionLane, HeadMaths, KvPages, attend
-from strategies.kernels import KernelSet
-from strategies.lora import LoraLane
+from strategies.attention import attend
+from strategies.lora import DeltaKernel, LoraLane
 
 
 class LoraStrategy(NamedTuple):
     """How adapters change projections.
 
     Attributes:
-        delta: (x [T, I], rows by projection, layer, lane, kernels) to [T, O] float32 by projection.
+        delta: (x [T, I], rows by projection, layer, lane, kernel=) to [T, O] float32 by projection.
     """
 
     delta: Callable[..., dict[str, jax.Array]]
@@ -27,31 +26,18 @@ class AttentionStrategy(NamedTuple):
     """How queries attend over the KV cache.
 
     Attributes:
-        attend: (q [N, Q, heads, H], pages, layer, lane, maths, kernels) to the output, same shape and dtype.
+        attend: (q [N, Q, heads, H], pages, layer, lane, maths, kernel=) to the output, same shape and dtype.
     """
 
     attend: Callable[..., jax.Array]
 
 
 def _resident(
-    x_TI: jax.Array, rows: Mapping[str, AdapterRows], layer: jax.Array, lane: LoraLane, kernels: KernelSet
+    x_TI: jax.Array, rows: Mapping[str, AdapterRows], layer: jax.Array, lane: LoraLane, *, kernel: DeltaKernel
 ) -> dict[str, jax.Array]:
     """A and B are in device memory; shrink and expand run on the device."""
-    return kernels.lora_delta.call(x_TI, rows, layer, lane)
-
-
-def _local(
-    q_NQHD: jax.Array,
-    pages: KvPages,
-    layer: jax.Array,
-    lane: AttentionLane,
-    maths: HeadMaths,
-    kernels: KernelSet,
-) -> jax.Array:
-    """The device computes over pages in its own memory."""
-    chosen = kernels.decode_attention if lane.positions.shape[1] == 1 else kernels.prefill_attention
-    return attend(q_NQHD, pages, layer, lane, maths, kernel=chosen.call)
+    return kernel(x_TI, rows, layer, lane)
 
 
 LORA = {"resident": LoraStrategy(_resident)}
-ATTENTION = {"local": AttentionStrategy(_local)}
+ATTENTION = {"local": AttentionStrategy(attend)}

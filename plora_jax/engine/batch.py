@@ -47,7 +47,8 @@ class StepBatch(NamedTuple):
         write: where the keys and values of each token go.
         decode: D groups of one query.
         prefill: C / PREFILL_BLOCK groups of PREFILL_BLOCK queries.
-        lora: tokens and device slots of the step's adapters.
+        decode_lora: decode rows and the device slots of their adapters.
+        prefill_lora: prefill tokens and the device slots of their adapters.
         sample_rows: [D] int32, token whose logits each sampled row draws from.
         sampling: options of the sampled rows.
         prompt_targets: [C] int32, the token that follows each prefill token, for prompt log-probabilities.
@@ -59,7 +60,8 @@ class StepBatch(NamedTuple):
     write: KvWrite
     decode: AttentionLane
     prefill: AttentionLane
-    lora: LoraLane
+    decode_lora: LoraLane
+    prefill_lora: LoraLane
     sample_rows: Any
     sampling: SamplingBatch
     prompt_targets: Any
@@ -132,7 +134,7 @@ class _Packer:
         self.bucket, self.shape = bucket, shape
         tokens, blocks = bucket.tokens, bucket.prefill_tokens // PREFILL_BLOCK
         self.tokens, self.positions, self.pages, self.offsets = np.zeros((4, tokens), np.int32)
-        self.owner = np.full(tokens, BASE, np.int32)
+        self.owners = np.zeros(tokens, np.int64)
         self.decode = self._lane(bucket.decode_rows, 1)
         self.prefill = self._lane(blocks, PREFILL_BLOCK)
         self.sample_rows = np.zeros(bucket.decode_rows, np.int32)
@@ -158,6 +160,7 @@ class _Packer:
         here = slice(at, at + row.count)
         self.tokens[here] = [sequence.token(p) for p in range(row.start, row.start + row.count)]
         self.positions[here] = positions
+        self.owners[here] = sequence.adapter_id
         self.pages[here] = pages[positions // self.shape.page_tokens]
         self.offsets[here] = positions % self.shape.page_tokens
         lane.tables[group : group + groups, : len(pages)] = pages
@@ -191,7 +194,6 @@ def build_batch(
         first token.
     """
     packer = _Packer(bucket, shape)
-    adapters: dict[int, int] = {}
     sampled: list[int] = []
     firsts: list[int] = []
     sampling_rows = []
@@ -199,9 +201,6 @@ def build_batch(
     for row in plan.rows:
         at = packer.place(row)
         firsts.append(at)
-        identity = row.sequence.adapter_id
-        if identity:
-            packer.owner[at : at + row.count] = adapters.setdefault(identity, len(adapters))
         if row.samples:
             packer.sample_rows[len(sampling_rows)] = at + row.count - 1
             sampled.append(len(sampling_rows))
@@ -221,7 +220,8 @@ def build_batch(
         write=KvWrite(packer.pages, packer.offsets),
         decode=decode,
         prefill=prefill,
-        lora=_lora_lane(packer.owner, adapters, shape, slots_of),
+        decode_lora=_lora_lane(packer.owners[: bucket.decode_rows], shape, slots_of),
+        prefill_lora=_lora_lane(packer.owners[bucket.decode_rows :], shape, slots_of),
         sample_rows=packer.sample_rows,
         sampling=make_sampling_batch(sampling_rows, rows_padded=bucket.decode_rows, max_len=shape.max_model_len),
         prompt_targets=packer.prompt_targets,
@@ -230,16 +230,16 @@ def build_batch(
     return batch, sampled, firsts
 
 
-def _lora_lane(
-    owner: np.ndarray, adapters: dict[int, int], shape: BatchShape, slots_of: Callable[[int], Sequence[int]]
-) -> LoraLane:
-    """Lays the slots of the step's adapters end to end."""
+def _lora_lane(owners: np.ndarray, shape: BatchShape, slots_of: Callable[[int], Sequence[int]]) -> LoraLane:
+    """Lays the slots of some tokens' adapters end to end; owners are adapter identities, 0 for the base model."""
     slots = np.zeros(shape.lane_slots, np.int32)
     slot_owner = np.full(shape.lane_slots, NOBODY, np.int32)
+    owner = np.full(owners.shape, BASE, np.int32)
     used = 0
-    for identity, index in adapters.items():
+    for index, identity in enumerate(np.unique(owners[owners > 0]).tolist()):
         own = slots_of(identity)
         slots[used : used + len(own)] = own
         slot_owner[used : used + len(own)] = index
+        owner[owners == identity] = index
         used += len(own)
     return LoraLane(owner, slots, slot_owner, np.int32(-(-used // CHUNK_ROWS)))

@@ -26,7 +26,7 @@ from plora_jax.engine.outputs import TokenLogprobs
 from plora_jax.engine.plan import Row, RowResult, StepPlan
 from plora_jax.engine.step import PromptLogprobs, StepResult, StepStrategies, make_step
 from plora_jax.model import Params
-from strategies import KernelSet, KvPages, choose_kernels
+from strategies import Kernels, KvPages, choose_kernels
 
 
 def kv_page_bytes(config: ModelConfig, page_tokens: int, dtype: Any) -> int:
@@ -66,7 +66,7 @@ class JaxExecutor:
         max_prefill_tokens: int,
         max_model_len: int,
         adapters: AdapterStore | None,
-        kernels: KernelSet | None = None,
+        kernels: Kernels | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._params, self._adapters, self._dtype, self._mesh = params, adapters, np.dtype(dtype), mesh

@@ -19,7 +19,7 @@ from plora_jax.engine.batch import PREFILL_BLOCK, StepBatch
 from plora_jax.engine.params import MAX_LOGPROBS
 from plora_jax.engine.sampling import SampledRows, sample, token_logprobs
 from plora_jax.model import Decoder, LayerConstants, Params
-from strategies import ATTENTION, LORA, HeadMaths, KernelSet, KvPages, write_kv
+from strategies import ATTENTION, LORA, HeadMaths, Kernels, KvPages, write_kv
 
 
 class PromptLogprobs(NamedTuple):
@@ -48,7 +48,7 @@ class StepStrategies(NamedTuple):
 
     lora: str
     attention: str
-    kernels: KernelSet
+    kernels: Kernels
 
 
 class PagedContext:
@@ -72,23 +72,47 @@ class PagedContext:
 
     def deltas(self, x: jax.Array, projections: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
         rows = {name: self._rows[name] for name in projections if name in self._rows}
-        return self._delta(x, rows, layer.index, self._batch.lora, self._kernels) if rows else {}
+        if not rows:
+            return {}
+        decode, prefill = self._split(x)
+        parts = [
+            self._delta(tokens, rows, layer.index, lane, kernel=kernels.lora.call)
+            for tokens, lane, kernels in (
+                (decode, self._batch.decode_lora, self._kernels.decode),
+                (prefill, self._batch.prefill_lora, self._kernels.prefill),
+            )
+            if tokens.shape[0]
+        ]
+        return {name: jnp.concatenate([part[name] for part in parts]) for name in rows}
 
     def attend(
         self, cache: KvPages, q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerConstants
     ) -> tuple[KvPages, jax.Array]:
-        c, batch = self._config, self._batch
-        cache = write_kv(cache, layer.index, k, v, batch.write)
+        c = self._config
+        cache = write_kv(cache, layer.index, k, v, self._batch.write)
         maths = HeadMaths(c.query_scale, c.attention_soft_cap, layer.window)
-        decode_rows = batch.decode.positions.shape[0]
-        parts = []
-        for lane, tokens in ((batch.decode, q[:decode_rows]), (batch.prefill, q[decode_rows:])):
-            if lane.positions.shape[0]:
-                grouped = tokens.reshape(*lane.positions.shape, c.num_heads, c.head_dim)
-                parts.append(
-                    self._attend(grouped, cache, layer.index, lane, maths, self._kernels).reshape(tokens.shape)
-                )
+        decode, prefill = self._split(q)
+        parts = [
+            self._attend(
+                tokens.reshape(*lane.positions.shape, c.num_heads, c.head_dim),
+                cache,
+                layer.index,
+                lane,
+                maths,
+                kernel=kernels.attention.call,
+            ).reshape(tokens.shape)
+            for tokens, lane, kernels in (
+                (decode, self._batch.decode, self._kernels.decode),
+                (prefill, self._batch.prefill, self._kernels.prefill),
+            )
+            if tokens.shape[0]
+        ]
         return cache, jnp.concatenate(parts)
+
+    def _split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The decode rows and the prefill tokens of a packed array."""
+        decode_rows = self._batch.decode.positions.shape[0]
+        return x[:decode_rows], x[decode_rows:]
 
 
 def make_step(config: ModelConfig, dtype: Any, strategies: StepStrategies) -> Any:
