@@ -165,6 +165,18 @@ class Rig:
     pages: PageAllocator
     clock: FakeClock
 
+    def load(self, name: str) -> int:
+        """Loads an adapter; returns its identity."""
+        before = set(self.store.kept)
+        self.engine.load_adapter(name, f"/adapters/{name}")
+        (adapter_id,) = self.store.kept - before
+        return adapter_id
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.engine.step()
+            self.engine.check_integrity()
+
     def check_all_given_back(self) -> None:
         self.engine.check_integrity()
         assert self.pages.num_free == self.pages.num_usable
