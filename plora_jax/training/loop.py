@@ -81,11 +81,11 @@ def run(
         should_stop: asked after each step.
 
     Raises:
-        TrainingError: a loss that is not finite, or nothing to resume from.
+        TrainingError: a loss that is not finite, nothing to resume from, or an earlier run that would be overwritten.
     """
     state = trainer.init()
-    if resume and checkpoints is not None:
-        state = checkpoints.restore(state)
+    if checkpoints is not None:
+        state = _start(state, checkpoints, resume=resume)
     total, per_epoch = total_steps(config, len(plan)), max(1, len(plan) // config.accumulation)
     eval_every, save_every = config.eval_every or per_epoch, config.save_every or per_epoch
     for done in range(int(state.step) + 1, total + 1):
@@ -100,6 +100,17 @@ def run(
         if stop:
             return Result(state.lora, done, finished=False)
     return Result(state.lora, total, finished=True)
+
+
+def _start(state: TrainState, checkpoints: RunCheckpoints, *, resume: bool) -> TrainState:
+    if resume:
+        return checkpoints.restore(state)
+    if checkpoints.latest_step() is not None:
+        raise TrainingError(
+            f"{checkpoints.directory} holds a checkpoint of step {checkpoints.latest_step()}: go on from it with "
+            "--resume, remove it, or give another output directory."
+        )
+    return state
 
 
 def _batches(plan: BatchPlan, step: int, accumulation: int) -> list[Batch]:

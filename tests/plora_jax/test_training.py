@@ -175,6 +175,13 @@ def test_checkpoints_nothing_to_resume_is_refused(tmp_path):
         _run(checkpoints=checkpoints, resume=True)
 
 
+def test_run_over_an_earlier_run_is_refused(tmp_path):
+    with _checkpoints(tmp_path / "c") as checkpoints:
+        _run(checkpoints=checkpoints)
+        with pytest.raises(TrainingError, match=r"holds a checkpoint of step 6: go on from it with --resume"):
+            _run(checkpoints=checkpoints)
+
+
 def test_run_loss_not_finite_stops_and_saves_nothing(tmp_path):
     def forward(params, tokens_BT, lora):
         return forward_full(params, MODEL, tokens_BT, lora=lora) * jnp.nan
