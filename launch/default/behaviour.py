@@ -8,24 +8,12 @@ from collections.abc import Callable, Mapping
 
 JSON_KEYS = frozenset({"answer", "topic"})
 MAX_CONCISE_WORDS = 12
-MIN_PIRATE_WORDS = frozenset(
+MIN_PIRATE_WORDS = 2
+PIRATE_WORDS = frozenset(
     [
-        *(
-            "ahoy",
-            "arr",
-            "arrr",
-            "avast",
-            "aye",
-            "bilge",
-            "blimey",
-            "booty",
-            "buccaneer",
-            "cap'n",
-            "cutlass",
-            "doubloon",
-        ),
-        *("doubloons", "grog", "har", "landlubber", "landlubbers", "matey", "mateys", "nay", "o'", "plunder"),
-        *("scallywag", "scurvy", "shipmate", "swab", "ye", "ye'd", "ye'll", "ye've", "yer"),
+        *("ahoy", "arr", "arrr", "avast", "aye", "bilge", "blimey", "booty", "buccaneer", "cap'n", "cutlass"),
+        *("doubloon", "doubloons", "grog", "har", "landlubber", "landlubbers", "matey", "mateys", "nay", "o'"),
+        *("plunder", "scallywag", "scurvy", "shipmate", "swab", "ye", "ye'd", "ye'll", "ye've", "yer"),
     ]
 )
 """Words that plain English answers do not use; "ship", "sea" or "treasure" would not show a pirate."""
