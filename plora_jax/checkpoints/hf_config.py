@@ -33,13 +33,7 @@ def read_hf_config(fields: Mapping[str, Any], *, generation: Mapping[str, Any] |
     _refuse_unknown(architecture, fields)
     f = {name: _given(fields, name, default) for name, default in USED[architecture].items()}
     num_layers, hidden = (_positive(f, name) for name in ("num_hidden_layers", "hidden_size"))
-    num_heads = _positive(f, "num_attention_heads")
-    num_kv_heads = num_heads if f["num_key_value_heads"] is None else _positive(f, "num_key_value_heads")
-    if num_heads % num_kv_heads:
-        raise ConfigError(f"num_key_value_heads = {num_kv_heads} does not divide num_attention_heads = {num_heads}")
-    if f["head_dim"] is None and hidden % num_heads:
-        raise ConfigError(f"num_attention_heads = {num_heads} does not divide hidden_size = {hidden}; give head_dim")
-    head_dim = hidden // num_heads if f["head_dim"] is None else _positive(f, "head_dim")
+    num_heads, num_kv_heads, head_dim = _heads(f, hidden)
     gemma = architecture in _GEMMA
     rope, rope_local = read_ropes(architecture, f)
     return ModelConfig(
@@ -131,6 +125,19 @@ def _positive(f: Mapping[str, Any], name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} = {value!r} in config.json; it must be a whole number of 1 or more")
     return value
+
+
+def _heads(f: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
+    """Query heads, KV heads and dimensions of one."""
+    num_heads = _positive(f, "num_attention_heads")
+    num_kv_heads = num_heads if f["num_key_value_heads"] is None else _positive(f, "num_key_value_heads")
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"num_key_value_heads = {num_kv_heads} does not divide num_attention_heads = {num_heads}")
+    if f["head_dim"] is not None:
+        return num_heads, num_kv_heads, _positive(f, "head_dim")
+    if hidden % num_heads:
+        raise ConfigError(f"num_attention_heads = {num_heads} does not divide hidden_size = {hidden}; give head_dim")
+    return num_heads, num_kv_heads, hidden // num_heads
 
 
 def _optional_float(value: Any) -> float | None:

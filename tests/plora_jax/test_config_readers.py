@@ -162,7 +162,7 @@ REFUSALS = [
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 8"),
     ("llama", {"hidden_size": "64"}, "hidden_size = '64' in config.json; it must be a whole number"),
     ("llama", {"num_hidden_layers": None}, "num_hidden_layers = None in config.json"),
-    ("mixtral", {"num_attention_heads": 6}, "num_key_value_heads = 2 does not divide|does not divide hidden_size = 64"),
+    ("mixtral", {"num_attention_heads": 6}, "num_attention_heads = 6 does not divide hidden_size = 64; give head_dim"),
     ("gemma2", {"layer_types": ["full_attention"]}, r"layer_types = \['full_attention'\] is not supported"),
     ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "it must hold sliding_attention or full_attention"),
     ("mistral_window", {"layer_types": ["full_attention"] * 3}, "every layer of mistral has sliding_attention"),
