@@ -21,7 +21,7 @@ class KeyGuard:
     """
 
     def __init__(self, app: ASGIApp, *, key: str) -> None:
-        self._app, self._expected = app, f"Bearer {key}".encode()
+        self._app, self._expected = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._has_key(scope):
@@ -33,7 +33,8 @@ class KeyGuard:
 
     def _has_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+        scheme, _, key = given.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._expected)
 
 
 class SizeGuard:

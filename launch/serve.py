@@ -1,0 +1,144 @@
+"""Serves one base model and its LoRA adapters over an OpenAI-compatible HTTP API.
+
+  python -m launch.serve
+      the default model and its adapters on http://127.0.0.1:8000
+
+  python -m launch.serve --model /models/llama --lora_modules sql=/adapters/sql --lora_modules law=/adapters/law
+      a model of your own; clients choose an adapter with "model": "sql"
+
+  python -m launch.serve --adapter_root /adapters
+      adapters under /adapters can be loaded while the server runs:
+      curl http://127.0.0.1:8000/v1/load_lora_adapter -H "Content-Type: application/json" \
+        -d '{"lora_name": "law", "lora_path": "law"}'
+
+  python -m launch.serve --host 0.0.0.0 --flagfile server.flags
+      flags from a file, one a line; keeps --api_key out of the list of processes
+
+SIGTERM or Ctrl-C ends it: running answers get --shutdown_timeout_s to finish. A second Ctrl-C ends it at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from absl import flags as absl_flags
+from rich.console import Console
+
+from launch import flags
+from launch.console import StageLog
+from launch.flags import StartError
+from launch.greeting import print_greeting
+from launch.http import HttpConfig, ServerState, serve_app
+from launch.http.adapter_paths import name_problem
+from launch.http.metrics import Metrics, MetricSources
+from launch.http.server import AddressError, open_socket
+from launch.startup import (
+    AdapterFlags,
+    check_template,
+    parse_lora_modules,
+    read_template,
+    shipped_adapters,
+    start_engine,
+)
+from plora_jax.engine.build import Deployment, EngineConfig
+from plora_jax.engine.compile import counter
+
+
+def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
+    """One flag for each field of the three dataclasses that a server is made of."""
+    for config_class in (EngineConfig, HttpConfig, AdapterFlags):
+        flags.define(config_class, flag_values=flag_values)
+
+
+def main() -> int:
+    """Runs the server that the flags describe until a signal ends it."""
+    engine_config, http_config = flags.read(EngineConfig), flags.read(HttpConfig)
+    adapters = parse_lora_modules(flags.read(AdapterFlags).lora_modules)
+    template = read_template(http_config.chat_template)
+    check(engine_config, http_config)
+    try:
+        listening = open_socket(http_config.host, http_config.port)
+    except AddressError as error:
+        raise StartError(str(error)) from error
+    log = StageLog(Console())
+    deployment = start_engine(
+        engine_config,
+        adapters,
+        log=log,
+        model_name=next(iter(http_config.served_model_name), None),
+        shipped=shipped_adapters(engine_config),
+    )
+    state = make_state(deployment, http_config, template=template)
+    return run_server(state, listening, log=log)
+
+
+def check(engine: EngineConfig, http: HttpConfig) -> None:
+    """Raises StartError naming every value that cannot be."""
+    problems = http.problems()
+    try:
+        engine.validate()
+    except ValueError as error:
+        problems.insert(0, str(error))
+    if http.adapter_root is not None and not os.path.isdir(http.adapter_root):
+        problems.append(f"--adapter_root {http.adapter_root!r} is not a directory")
+    if http.adapter_root is not None and not http.adapter_routes_on:
+        problems.append(
+            f"--adapter_root has no use while adapters cannot be loaded over HTTP, which is so on host {http.host}: "
+            "set --adapter_routes, best together with --api_key"
+        )
+    if problems:
+        raise StartError("; ".join(problems))
+
+
+def make_state(deployment: Deployment, http: HttpConfig, *, template: str | None) -> ServerState:
+    """What the routes share, over an engine that is built.
+
+    Raises:
+        StartError: a served name is that of an adapter, or the chat template does not exist.
+    """
+    engine = deployment.engine
+    names = tuple(dict.fromkeys(http.served_model_name)) or (engine.model_name,)
+    for status in engine.adapters():
+        problem = name_problem(status.name, names)
+        if problem:
+            raise StartError(f"adapter {status.name!r}: {problem}")
+    check_template(engine.tokenizer, template)
+    store, sizes = deployment.store, deployment.device_bytes()
+    sources = MetricSources(
+        compilations=lambda: counter.count,
+        link_totals=deployment.ledger.totals,
+        pool_bytes=None if store is None else lambda: {"adapter": sum(a.nbytes for a in engine.adapters())},
+        device_cache_bytes=lambda: {what: size for what, size in sizes.items() if what in ("adapter", "kv")},
+        num_kv_pages=deployment.num_pages,
+    )
+    return ServerState(
+        engine=engine,
+        tokenizer=engine.tokenizer,
+        config=http,
+        model_names=names,
+        model_root=deployment.config.model,
+        max_model_len=engine.max_model_len,
+        metrics=Metrics(engine, names[0], sources),
+        chat_template=template,
+    )
+
+
+def run_server(state: ServerState, listening: socket.socket, *, log: StageLog) -> int:
+    """Answers requests until a signal; then ends the engine."""
+    port = listening.getsockname()[1]
+    if not serve_app(state, listening, on_started=lambda: print_greeting(state, port, log=log)):
+        # The operator asked twice: nothing may hold the process, the engine's step neither.
+        os._exit(130)
+    log.say("stopped", "all requests are answered or cancelled")
+    state.engine.shutdown()
+    return 0
+
+
+def cli() -> None:
+    define_flags()
+    flags.run(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,158 @@
+"""From flags to an engine that is ready: what the server and the command line share."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+
+from launch.console import StageLog, in_bytes
+from launch.flags import StartError
+from launch.http.adapter_paths import name_problem
+from plora_jax.checkpoints import DEFAULT_MODEL
+from plora_jax.engine.build import Deployment, EngineConfig, build_engine
+from plora_jax.tokenizer import Tokenizer
+
+SHIPPED_ADAPTERS = pathlib.Path(__file__).parent / "default" / "adapters"
+"""A PEFT directory for each adapter that comes with the default model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterFlags:
+    """Adapters that are there from the start.
+
+    Attributes:
+        lora_modules: an adapter as name=path, or as JSON {"name": ..., "path": ...}; repeatable.
+    """
+
+    lora_modules: tuple[str, ...] = ()
+
+
+def parse_lora_modules(entries: Iterable[str]) -> dict[str, str]:
+    """Paths of adapters by name.
+
+    Raises:
+        StartError: an entry has neither form, or a name comes twice.
+    """
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, path = _parse_entry(entry)
+        if name in found:
+            raise StartError(f"--lora_modules names {name!r} twice: choose another name for one of them")
+        problem = name_problem(name, ())
+        if problem:
+            raise StartError(f"--lora_modules {entry!r}: {problem}")
+        found[name] = path
+    return found
+
+
+def _parse_entry(entry: str) -> tuple[str, str]:
+    if entry.lstrip().startswith("{"):
+        try:
+            fields = json.loads(entry)
+        except json.JSONDecodeError as error:
+            raise StartError(f"--lora_modules {entry!r} is not valid JSON: {error.msg}") from error
+        name, path = fields.get("name"), fields.get("path")
+    else:
+        name, _, path = entry.partition("=")
+    if not (isinstance(name, str) and name and isinstance(path, str) and path):
+        raise StartError(f'--lora_modules {entry!r}: write name=path or {{"name": ..., "path": ...}}')
+    return name, path
+
+
+def shipped_adapters(config: EngineConfig, directory: pathlib.Path = SHIPPED_ADAPTERS) -> dict[str, str]:
+    """Paths by name of the adapters that come with the default model; none for another model or without LoRA."""
+    if config.model != DEFAULT_MODEL or not config.enable_lora:
+        return {}
+    return {file.parent.name: str(file.parent) for file in sorted(directory.glob("*/adapter_config.json"))}
+
+
+def start_engine(
+    config: EngineConfig,
+    adapters: Mapping[str, str],
+    *,
+    log: StageLog,
+    model_name: str | None = None,
+    shipped: Mapping[str, str] | None = None,
+) -> Deployment:
+    """Builds the engine, loads adapters, starts it, and prints what memory goes where.
+
+    Args:
+        config: of the engine.
+        adapters: paths by name; each must load.
+        log: told what goes on.
+        model_name: name of the base model; by default that of its path.
+        shipped: more adapters; one that this configuration cannot hold is left out with a line that says so.
+
+    Raises:
+        StartError: the model or an adapter cannot be served as configured.
+    """
+    if adapters and not config.enable_lora:
+        raise StartError("--lora_modules needs --enable_lora: turn it on, or leave the adapters out")
+    try:
+        deployment = build_engine(config, model_name=model_name, progress=log)
+    except (ValueError, OSError) as error:
+        raise StartError(str(error)) from error
+    finally:
+        log.end()
+    _load_adapters(deployment, adapters, {} if shipped is None else shipped, log=log)
+    _print_memory(deployment, log)
+    deployment.engine.start()
+    return deployment
+
+
+def read_template(given: str | None) -> str | None:
+    """The text of --chat_template, which names a file, holds the template, or names one of the model's.
+
+    Raises:
+        StartError: the file cannot be read.
+    """
+    if given is None or "{" in given or "\n" in given:
+        return given
+    path = pathlib.Path(given).expanduser()
+    if not path.suffix and not path.exists():
+        return given
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"--chat_template {given!r} cannot be read: {error}") from error
+
+
+def check_template(tokenizer: Tokenizer, template: str | None) -> None:
+    """Raises StartError where a name of a template names none of the model's."""
+    if template is None or "{" in template or template in tokenizer.chat_templates:
+        return
+    known = ", ".join(sorted(tokenizer.chat_templates)) or "none"
+    raise StartError(f"--chat_template {template!r} is no file and none of the model's templates ({known})")
+
+
+def _load_adapters(
+    deployment: Deployment, adapters: Mapping[str, str], shipped: Mapping[str, str], *, log: StageLog
+) -> None:
+    wanted = {**shipped, **adapters}
+    if not wanted:
+        return
+    log.stage("adapters")
+    for number, (name, path) in enumerate(wanted.items(), start=1):
+        try:
+            deployment.engine.load_adapter(name, path)
+        except (ValueError, OSError) as error:
+            if name in adapters:
+                log.end()
+                raise StartError(f"adapter {name!r} from {path}: {error}") from error
+            log.say("left out", f"adapter {name!r}: {error}")
+        log.advance(number, len(wanted))
+    log.end()
+
+
+def _print_memory(deployment: Deployment, log: StageLog) -> None:
+    model, limits = deployment.model, deployment.engine.scheduler_config
+    log.say(
+        "model", f"{deployment.engine.model_name}: {model.architecture}, {model.num_layers} layers, {deployment.dtype}"
+    )
+    sizes = deployment.device_bytes()
+    parts = ", ".join(f"{what} {in_bytes(size)}" for what, size in sizes.items())
+    log.say("memory", f"{in_bytes(sum(sizes.values()))} on the device: {parts}")
+    tokens = deployment.num_pages * limits.page_tokens
+    log.say("context", f"{limits.max_model_len} tokens a sequence; the KV cache holds {tokens} tokens")
