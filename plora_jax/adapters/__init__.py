@@ -1,0 +1,29 @@
+"""LoRA adapters as values: read from PEFT directories and Orbax checkpoints, checked against the base, written back.
+
+adapter = load_adapter("my_adapter", name="my_adapter", config=model.config, max_lora_rank=64)
+adapter.modules[ModuleId(0, "q_proj")].a
+"""
+
+from plora_jax.adapters.adapter import Adapter, AdapterError, LoraMatrices, ModuleId
+from plora_jax.adapters.load import load_adapter
+from plora_jax.adapters.orbax import restore_adapter, save_adapter_orbax
+from plora_jax.adapters.peft import load_peft_adapter
+from plora_jax.adapters.peft_write import peft_fields, save_adapter
+from plora_jax.adapters.rules import LoraRules, ModuleRule, module_rule, read_rules
+
+__all__ = [
+    "Adapter",
+    "AdapterError",
+    "LoraMatrices",
+    "LoraRules",
+    "ModuleId",
+    "ModuleRule",
+    "load_adapter",
+    "load_peft_adapter",
+    "module_rule",
+    "peft_fields",
+    "read_rules",
+    "restore_adapter",
+    "save_adapter",
+    "save_adapter_orbax",
+]

@@ -1,0 +1,37 @@
+"""An adapter from a directory of either form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from plora_jax.adapters.adapter import Adapter
+from plora_jax.adapters.files import CONFIG_FILE
+from plora_jax.adapters.orbax import is_adapter_checkpoint, restore_adapter
+from plora_jax.adapters.peft import load_peft_adapter
+from plora_jax.config import ModelConfig
+
+
+def load_adapter(
+    path: str | Path, *, name: str, config: ModelConfig, max_lora_rank: int | None = None, dtype: Any = None
+) -> Adapter:
+    """An adapter from a PEFT directory or from an Orbax checkpoint; PEFT's where a directory is both.
+
+    Args:
+        path: the directory.
+        name: what clients will call it.
+        config: of the base model.
+        max_lora_rank: largest rank of any module; None for no limit.
+        dtype: numpy or ml_dtypes dtype that the matrices are cast to; None keeps what is stored.
+
+    Returns:
+        The adapter, in host memory: its files are not needed any more.
+
+    Raises:
+        FileNotFoundError: no directory, or no weights in it.
+        AdapterError: files that cannot be read, or an adapter that cannot be served exactly on this base model.
+    """
+    directory = Path(path)
+    orbax = is_adapter_checkpoint(directory) and not (directory / CONFIG_FILE).exists()
+    read = restore_adapter if orbax else load_peft_adapter
+    return read(directory, name=name, config=config, max_lora_rank=max_lora_rank, dtype=dtype)
