@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from absl import flags as absl_flags
 from absl import logging
 
 from launch import flags
@@ -139,5 +138,5 @@ def main() -> None:
 if __name__ == "__main__":
     flags.define(Conversion)
     # Orbax tells every step of a save at INFO; --verbosity=0 brings that back.
-    absl_flags.FLAGS.set_default("verbosity", logging.WARNING)
+    logging.set_verbosity(logging.WARNING)
     flags.run(main)
