@@ -118,7 +118,7 @@ def _check_one_adapter(adapters: set[str], name: str) -> None:
     if len(adapters) > 1:
         found = ", ".join(sorted(repr(adapter) for adapter in adapters))
         raise AdapterError(
-            f"adapter {name!r} has tensors of several adapters, by the segment after lora_A: {found}; save each on its own"
+            f"adapter {name!r} has tensors of several adapters (by the segment after lora_A: {found}); save each apart"
         )
 
 
