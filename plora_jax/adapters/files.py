@@ -102,11 +102,20 @@ def new_directory(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
         fresh = holder / "new"
         fresh.mkdir()  # not mkdtemp, whose directories nobody else may read
         yield fresh
-        if target.exists():
-            target.rename(holder / "old")
-        fresh.rename(target)
+        _replace(target, fresh, holder / "old")
     finally:
         shutil.rmtree(holder, ignore_errors=True)
+
+
+def _replace(target: Path, fresh: Path, old: Path) -> None:
+    if target.exists():
+        target.rename(old)
+    try:
+        fresh.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -20,6 +20,7 @@ from plora_jax.adapters.adapter import AdapterError
 
 PEFT_DEFAULT_RANK = 8
 PEFT_DEFAULT_ALPHA = 8
+_LARGEST_RANK = 10**6  # far above any; beyond float64 the division by it would fail
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -94,6 +95,12 @@ def read_rules(fields: Mapping[str, Any], *, name: str) -> LoraRules:
     )
 
 
+def is_finite_float32(value: Any) -> bool:
+    """Whether a JSON value is a number that stays finite in float32, in which the step holds scales."""
+    # NaN fails the comparison; so does a whole number beyond float64, which math.isfinite cannot take.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _FLOAT32_MAX
+
+
 class _Reader:
     """Reads values and says whose they were when they are wrong."""
 
@@ -104,13 +111,12 @@ class _Reader:
         return AdapterError(f"adapter {self.name!r}: {field} in adapter_config.json is {value!r}; it must be {allowed}")
 
     def rank(self, field: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(field, value, "a whole number of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_RANK:
+            raise self.error(field, value, f"a whole number from 1 to {_LARGEST_RANK}")
         return value
 
     def alpha(self, field: str, value: Any) -> float:
-        # The step holds scales in float32. NaN fails the comparison too.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _FLOAT32_MAX:
+        if not is_finite_float32(value):
             raise self.error(field, value, "a finite number of float32")
         return value
 

@@ -1,0 +1,90 @@
+"""A small base model's numbers and PEFT directories made for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from plora_jax.config import ModelConfig, RopeConfig
+
+PACK = Path(__file__).parents[1] / "data" / "conformance"
+BLOCK = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"}
+MODEL = ModelConfig(
+    architecture="llama",
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=112,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=512,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=1e4),
+    query_scale=8**-0.5,
+)
+FIELDS: dict[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj"],
+    "bias": "none",
+    "init_lora_weights": True,
+}
+
+
+def pack_model(base: str) -> ModelConfig:
+    """Numbers of a model of the conformance pack that adapters depend on."""
+    fields = json.loads((PACK / "models" / base / "config.json").read_text())
+    heads = fields["num_attention_heads"]
+    experts = fields.get("num_local_experts") or fields.get("num_experts") or 0
+    return ModelConfig(
+        architecture=fields["model_type"],
+        vocab_size=fields["vocab_size"],
+        hidden_size=fields["hidden_size"],
+        intermediate_size=fields["intermediate_size"],
+        num_layers=fields["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=fields["num_key_value_heads"],
+        head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
+        max_position=fields["max_position_embeddings"],
+        norm_eps=fields["rms_norm_eps"],
+        rope=RopeConfig(theta=1e4),
+        query_scale=1.0,
+        num_experts=experts,
+        experts_per_token=2 if experts else 0,
+    )
+
+
+def key(layer: int, projection: str, part: str) -> str:
+    block = BLOCK.get(projection, "mlp")
+    return f"base_model.model.model.layers.{layer}.{block}.{projection}.lora_{part}.weight"
+
+
+def lora_tensors(
+    projections: Iterable[str] = ("q_proj", "v_proj"), *, rank: int = 4, layers: Iterable[int] = (0, 1, 2)
+) -> dict[str, np.ndarray]:
+    """A and B of these projections, float32, by PEFT's names."""
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for layer in layers:
+        for projection in projections:
+            out_size, in_size = MODEL.projections[projection]
+            tensors[key(layer, projection, "A")] = rng.standard_normal((rank, in_size), dtype=np.float32)
+            tensors[key(layer, projection, "B")] = rng.standard_normal((out_size, rank), dtype=np.float32)
+    return tensors
+
+
+def write_peft(directory: Path, tensors: dict[str, np.ndarray] | None = None, **fields: Any) -> Path:
+    """A PEFT directory; `fields` are laid over those of a plain rank 4 adapter on q and v."""
+    directory.mkdir(exist_ok=True, parents=True)
+    (directory / "adapter_config.json").write_text(json.dumps(FIELDS | fields))
+    tensors = lora_tensors() if tensors is None else tensors
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    return directory
