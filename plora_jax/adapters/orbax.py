@@ -7,7 +7,6 @@ matrices/             {"layers.0.q_proj": {"a": [R, I], "b": [O, R]}, ...}
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +19,14 @@ from plora_jax.adapters.adapter import Adapter, AdapterError, LoraMatrices, Modu
 from plora_jax.adapters.features import listed, refuse_unserved
 from plora_jax.adapters.files import new_directory, read_json_object, write_json
 from plora_jax.adapters.matrices import as_matrix, check_rank, check_shapes
+from plora_jax.adapters.rules import ModuleRule, is_finite_float32
+from plora_jax.checkpoints.weights import flatten
 from plora_jax.config import ModelConfig
 
 ADAPTER_FILE = "plora_adapter.json"
 MATRICES_FOLDER = "matrices"
 _FORMAT = 1
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 _MODULE = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(\w+)")
 
 
@@ -76,18 +78,17 @@ def restore_adapter(
     if not (directory / ADAPTER_FILE).is_file():
         raise FileNotFoundError(f"adapter {name!r}: {directory} has no {ADAPTER_FILE}")
     content = read_json_object(directory / ADAPTER_FILE, name=name)
-    fields, scales = _read_content(content, config, source=directory / ADAPTER_FILE, name=name)
+    fields, rules = _read_content(content, config, source=directory / ADAPTER_FILE, name=name)
     refuse_unserved(name, fields, ())
     with ocp.StandardCheckpointer() as checkpointer:
-        shapes = _stored_shapes(checkpointer, directory / MATRICES_FOLDER, name)
-        _check_arrays(shapes, scales, config=config, max_lora_rank=max_lora_rank, name=name)
-        arrays = _restore(checkpointer, directory / MATRICES_FOLDER, shapes, name)
+        stored = _stored_arrays(checkpointer, directory / MATRICES_FOLDER, name)
+        _check_arrays(stored, rules, config=config, max_lora_rank=max_lora_rank, name=name)
+        arrays = _restore(checkpointer, directory / MATRICES_FOLDER, stored, name)
     modules = {}
-    for module, scale in scales.items():
-        a, b = (
-            as_matrix(arrays[_name(module)][part], dtype, tensor=f"{_name(module)}.{part}", name=name) for part in "ab"
-        )
-        modules[module] = LoraMatrices(a, b, scale)
+    for module, rule in rules.items():
+        tensors = [f"{_name(module)}.{part}" for part in "ab"]
+        a, b = (as_matrix(arrays[tensor], dtype, tensor=tensor, name=name) for tensor in tensors)
+        modules[module] = LoraMatrices(a, b, rule.scale)
     return Adapter(name=name, modules=modules, config=fields, path=str(directory))
 
 
@@ -102,7 +103,7 @@ def _name(module: ModuleId) -> str:
 
 def _read_content(
     content: Mapping[str, Any], config: ModelConfig, *, source: Path, name: str
-) -> tuple[dict[str, Any], dict[ModuleId, float]]:
+) -> tuple[dict[str, Any], dict[ModuleId, ModuleRule]]:
     if content.get("format") != _FORMAT:
         raise AdapterError(
             f"adapter {name!r}: {source} has format {content.get('format')!r}; this version reads {_FORMAT}"
@@ -110,43 +111,52 @@ def _read_content(
     fields, entries = content.get("config"), content.get("modules")
     if not isinstance(fields, dict) or not isinstance(entries, dict) or not entries:
         raise AdapterError(f"adapter {name!r}: {source} must hold the objects 'config' and 'modules'")
-    scales, unknown = {}, []
+    rules, unknown = {}, []
     for text, entry in entries.items():
         match = _MODULE.fullmatch(text)
         if match is None or int(match[1]) >= config.num_layers or match[2] not in config.projections:
             unknown.append(text)
             continue
-        scale = entry.get("scale") if isinstance(entry, dict) else None
-        if not isinstance(scale, int | float) or not math.isfinite(scale):
+        values: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        scale = values.get("scale")
+        if not is_finite_float32(scale):
             raise AdapterError(
-                f"adapter {name!r}: {source} gives {text} the scale {scale!r}; it must be a finite number"
+                f"adapter {name!r}: {source} gives {text} the scale {scale!r}; it must be a finite number of float32"
             )
-        scales[ModuleId(int(match[1]), match[2])] = float(scale)
+        rules[ModuleId(int(match[1]), match[2])] = ModuleRule(values.get("rank", 0), float(scale), ADAPTER_FILE)
     if unknown:
         raise AdapterError(
             f"adapter {name!r} has {len(unknown)} modules that the base model ({config.architecture}, "
             f"{config.num_layers} layers of {', '.join(config.projections)}) has not: {listed(unknown)}"
         )
-    return fields, scales
+    return fields, rules
 
 
-def _stored_shapes(checkpointer: Any, folder: Path, name: str) -> dict[str, dict[str, Any]]:
+def _stored_arrays(checkpointer: Any, folder: Path, name: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise AdapterError(f"adapter {name!r}: {folder.parent} has no folder {MATRICES_FOLDER}; save it again")
     try:
-        return checkpointer.metadata(folder).item_metadata.tree
+        metadata = checkpointer.metadata(folder).item_metadata
     except Exception as error:  # Orbax raises many kinds; all mean that the folder is not a whole checkpoint.
         raise _broken(folder, name, error) from error
+    if metadata is None:
+        raise _broken(folder, name, "it has no metadata")
+    return flatten(metadata.tree)
 
 
-def _restore(checkpointer: Any, folder: Path, shapes: Mapping[str, Mapping[str, Any]], name: str) -> Any:
+def _restore(checkpointer: Any, folder: Path, stored: Mapping[str, Any], name: str) -> dict[str, Any]:
     # numpy targets keep Orbax from placing anything on a device.
-    target = {m: {part: np.empty(x.shape, x.dtype) for part, x in parts.items()} for m, parts in shapes.items()}
+    target: dict[str, dict[str, np.ndarray]] = {}
+    for path, array in stored.items():
+        module, _, part = path.rpartition(".")
+        target.setdefault(module, {})[part] = np.empty(array.shape, array.dtype)
     try:
-        return checkpointer.restore(folder, target)
+        return flatten(checkpointer.restore(folder, target))
     except Exception as error:  # As above.
         raise _broken(folder, name, error) from error
 
 
-def _broken(folder: Path, name: str, error: Exception) -> AdapterError:
+def _broken(folder: Path, name: str, error: Exception | str) -> AdapterError:
     reason = str(error).strip().splitlines()
     return AdapterError(
         f"adapter {name!r}: {folder} is not a complete Orbax checkpoint: {reason[0] if reason else repr(error)}; "
@@ -155,22 +165,29 @@ def _broken(folder: Path, name: str, error: Exception) -> AdapterError:
 
 
 def _check_arrays(
-    shapes: Mapping[str, Mapping[str, Any]],
-    scales: Mapping[ModuleId, float],
+    stored: Mapping[str, Any],
+    rules: Mapping[ModuleId, ModuleRule],
     *,
     config: ModelConfig,
     max_lora_rank: int | None,
     name: str,
 ) -> None:
-    wanted = {f"{_name(module)}.{part}" for module in scales for part in "ab"}
-    found = {f"{module}.{part}" for module, parts in shapes.items() for part in parts}
-    problems = [f"missing {listed(sorted(wanted - found))}"] if wanted - found else []
-    problems += [f"extra {listed(sorted(found - wanted))}"] if found - wanted else []
+    wanted = {f"{_name(module)}.{part}" for module in rules for part in "ab"}
+    problems = [f"missing {listed(sorted(wanted - stored.keys()))}"] if wanted - stored.keys() else []
+    problems += [f"extra {listed(sorted(stored.keys() - wanted))}"] if stored.keys() - wanted else []
+    problems += [
+        f"{path} of dtype {stored[path].dtype}" for path in sorted(stored) if str(stored[path].dtype) not in _FLOATS
+    ]
     if problems:
         raise AdapterError(f"adapter {name!r}: the arrays do not fit {ADAPTER_FILE}: {'; '.join(problems)}")
-    for module in scales:
+    for module, rule in rules.items():
         where = _name(module)
-        a, b = shapes[where]["a"], shapes[where]["b"]
-        size, tensors = config.projections[module.projection], (f"{where}.a", f"{where}.b")
-        rank = check_shapes(a.shape, b.shape, where=where, size=size, tensors=tensors, name=name)
+        tensors = (f"{where}.a", f"{where}.b")
+        shapes, size = [stored[tensor].shape for tensor in tensors], config.projections[module.projection]
+        rank = check_shapes(*shapes, where=where, size=size, tensors=tensors, name=name)
+        if rank != rule.rank:
+            raise AdapterError(
+                f"adapter {name!r}: {ADAPTER_FILE} gives rank {rule.rank!r} at {where}, but {tensors[0]} has "
+                f"rank {rank}: the files do not belong together"
+            )
         check_rank(rank, where=where, max_lora_rank=max_lora_rank, name=name)

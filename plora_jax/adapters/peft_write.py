@@ -47,6 +47,8 @@ def save_adapter(adapter: Adapter, path: str | Path, *, dtype: Any = None, overw
     with new_directory(path, overwrite=overwrite) as directory:
         write_json(directory / CONFIG_FILE, peft_fields(adapter))
         save_file(tensors, directory / TENSORS_FILE, metadata={"format": "pt"})
+        # safetensors lets the owner alone read it; the server may run as another user.
+        (directory / TENSORS_FILE).chmod((directory / CONFIG_FILE).stat().st_mode)
 
 
 def peft_fields(adapter: Adapter) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -95,7 +95,7 @@ def read_rules(fields: Mapping[str, Any], *, name: str) -> LoraRules:
     )
 
 
-def is_finite_float32(value: Any) -> bool:
+def is_finite_float32(value: Any) -> TypeGuard[float]:
     """Whether a JSON value is a number that stays finite in float32, in which the step holds scales."""
     # NaN fails the comparison; so does a whole number beyond float64, which math.isfinite cannot take.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _FLOAT32_MAX
