@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,9 @@ def _replace(target: Path, fresh: Path, old: Path) -> None:
         raise
 
 
-def write_json(file: Path, value: Any) -> None:
-    """Writes an object, keys in order."""
-    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Writes an object, its own keys sorted; those inside keep their order, which decides between patterns."""
+    file.write_text(json.dumps(dict(sorted(value.items())), indent=2) + "\n", encoding="utf-8")
 
 
 def _lfs_error(file: Path, name: str) -> AdapterError:
