@@ -172,9 +172,7 @@ def test_load_adapter_at_the_rank_limit_is_served_and_above_it_is_refused(tmp_pa
 def test_load_adapter_pattern_rank_above_the_limit_is_refused(tmp_path):
     tensors = lora_tensors() | lora_tensors(("v_proj",), rank=80, layers=(1,))
     path = write_peft(tmp_path / "a", tensors, rank_pattern={"layers.1.self_attn.v_proj": 80})
-    with pytest.raises(
-        AdapterError, match=r"has rank 80 at layers\.1\.v_proj; this server holds rank <= 64: raise --max"
-    ):
+    with pytest.raises(AdapterError, match=r"has rank 80 at layers\.1\.v_proj; this server holds rank <= 64"):
         load(path, max_lora_rank=64)
     # A pattern that names no module of the file changes nothing.
     assert load(write_peft(tmp_path / "b", rank_pattern={"k_proj": 80}), max_lora_rank=64).max_rank == 4
@@ -183,7 +181,5 @@ def test_load_adapter_pattern_rank_above_the_limit_is_refused(tmp_path):
 def test_load_adapter_on_experts_model_takes_attention_only(tmp_path):
     config = dataclasses.replace(MODEL, architecture="mixtral", num_experts=4, experts_per_token=2)
     assert len(load(write_peft(tmp_path / "a"), config=config).modules) == 6
-    with pytest.raises(
-        AdapterError, match=r"match no module: .*mlp\.gate_proj\.lora_A.*each with q_proj, k_proj, v_proj, o"
-    ):
+    with pytest.raises(AdapterError, match=r"match no module: .*mlp\.gate_proj\.lora_A.*each with q_proj, k_proj, v"):
         load(write_peft(tmp_path / "b", lora_tensors(("gate_proj",))), config=config)
