@@ -94,9 +94,13 @@ def _parse(argv: list[str]) -> list[str]:
     for flag in flag_values.get_flags_for_module(__name__):
         flag_values.register_key_flag_for_module(sys.argv[0], flag)
     try:
-        return flag_values(argv)
+        left = flag_values(argv)
     except absl_flags.Error as error:
         _stop(str(error))
+    if flag_values["verbosity"].using_default_value:
+        # Warnings: absl's own default also shows what JAX tells its developers.
+        flag_values.verbosity = -1
+    return left
 
 
 def _stop(message: str) -> typing.NoReturn:

@@ -1,4 +1,4 @@
-"""Serves one base model and its LoRA adapters over an OpenAI-compatible HTTP API.
+r"""Serves one base model and its LoRA adapters over an OpenAI-compatible HTTP API.
 
   python -m launch.serve
       the default model and its adapters on http://127.0.0.1:8000

@@ -1,0 +1,290 @@
+"""The serve program: the whole, from flags to answers, with a real model of the conformance pack."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from launch.console import in_bytes
+from launch.flags import StartError
+from launch.greeting import server_url
+from launch.http import HttpConfig
+from launch.serve import check
+from launch.startup import parse_lora_modules, read_template, shipped_adapters
+from plora_jax.engine.build import EngineConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACK = ROOT / "tests" / "data" / "conformance"
+SMALL = ("--max_num_seqs=8", "--max_num_batched_tokens=64", "--device_kv_mb=1", "--device_adapter_mb=1")
+
+
+def serve_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "launch.serve", "--port=0", *SMALL, *arguments]
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            serve_command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        self.lines: list[str] = []
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if len([one for one in self.lines if one.startswith("curl")]) == 2:
+                break
+        self.output = "\n".join(self.lines)
+        ready = re.search(r"ready +(\S+)", self.output)
+        assert ready, self.output + self.process.communicate()[1]
+        self.url = ready[1]
+
+    def stop(self) -> tuple[int, str]:
+        self.process.send_signal(signal.SIGTERM)
+        _, err = self.process.communicate(timeout=30)
+        return self.process.returncode, err
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    cache = tmp_path_factory.mktemp("xla")
+    adapters = PACK / "adapters"
+    made = Served(
+        f"--model={PACK / 'models' / 'llama'}",
+        f"--lora_modules=qv={adapters / 'plain_qv'}",
+        f'--lora_modules={{"name": "all", "path": "{adapters / "all_linear"}"}}',
+        f"--adapter_root={adapters}",
+        f"--compilation_cache_dir={cache}",
+    )
+    yield made
+    made.process.kill()
+    made.process.communicate()
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def golden(folder: str, prompt: int) -> tuple[list[int], str]:
+    """Prompt ids and the text of the greedy tokens; id i is the character U+4E00 + i."""
+    with np.load(PACK / folder / "golden.npz") as arrays:
+        tokens = arrays[f"greedy_{prompt}"].tolist()
+        return arrays[f"prompt_{prompt}"].tolist(), "".join(chr(0x4E00 + t) for t in tokens)
+
+
+_MODELS = {"llama": "models/llama", "qv": "adapters/plain_qv", "all": "adapters/all_linear"}
+
+
+def test_base_and_adapters_at_once_give_the_golden_tokens(served, client):
+    got: dict[tuple[str, int], str] = {}
+
+    def ask(model: str, prompt: int) -> None:
+        ids, _ = golden(_MODELS[model], prompt)
+        options = {"max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
+        chunks = client.completions.create(model=model, prompt=ids, stream=True, **options)
+        got[model, prompt] = "".join(chunk.choices[0].text for chunk in chunks)
+
+    pairs = [(model, prompt) for model in _MODELS for prompt in range(4)]
+    threads = [threading.Thread(target=ask, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got == {(model, prompt): golden(_MODELS[model], prompt)[1] for model, prompt in pairs}
+
+
+def test_seed_repeats_and_logprobs_are_probabilities(client):
+    options = {"model": "qv", "prompt": [72, 220, 249], "max_tokens": 6, "seed": 3, "logprobs": 2, "n": 2}
+    first, second = client.completions.create(**options), client.completions.create(**options)
+    assert [c.text for c in first.choices] == [c.text for c in second.choices]
+    assert first.choices[0].text != first.choices[1].text
+    shape = first.choices[0].logprobs
+    assert all(p <= 0 for p in shape.token_logprobs)
+    assert all(2 <= len(top) <= 3 for top in shape.top_logprobs)
+
+
+def test_echo_scores_the_prompt_as_the_golden_logits_do(client):
+    ids, _ = golden("models/llama", 1)
+    with np.load(PACK / "models" / "llama" / "golden.npz") as arrays:
+        logits = arrays["logits_1"].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    wanted = [logprobs[p, token] for p, token in enumerate(ids[1:])]
+    answer = client.completions.create(model="llama", prompt=ids, max_tokens=0, echo=True, logprobs=0)
+    got = answer.choices[0].logprobs.token_logprobs
+    assert got[0] is None
+    np.testing.assert_allclose(got[1:], wanted, atol=2e-4)
+
+
+def test_load_over_http_serves_the_golden_tokens_and_refuses_by_name(served, client):
+    url = f"{served.url}/v1/load_lora_adapter"
+    assert httpx.post(url, json={"lora_name": "rs", "lora_path": "rslora"}, timeout=60).status_code == 200
+    ids, text = golden("adapters/rslora", 1)
+    options = {"max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
+    assert client.completions.create(model="rs", prompt=ids, **options).choices[0].text == text
+    refused = httpx.post(url, json={"lora_name": "d", "lora_path": "dora"}, timeout=60)
+    assert refused.status_code == 400
+    assert "dora" in refused.json()["error"]["message"].lower()
+    absent = httpx.post(url, json={"lora_name": "d", "lora_path": "nothing"}, timeout=60)
+    assert absent.status_code == 404
+    assert [card.id for card in client.models.list().data] == ["llama", "all", "qv", "rs"]
+
+
+def test_curl_lines_work_as_they_are_printed(served):
+    lines = [line for line in served.lines if line.startswith("curl")]
+    assert len(lines) == 2
+    models = set()
+    for line in lines:
+        words = shlex.split(line)
+        headers = dict(w.split(": ", 1) for w, flag in zip(words[1:], words, strict=False) if flag == "-H")
+        answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers=headers, timeout=60).json()
+        assert answer["choices"][0]["finish_reason"] in ("stop", "length")
+        models.add(answer["model"])
+    assert models == {"llama", "all"}
+
+
+def test_start_says_what_is_loaded_and_what_memory_it_takes(served):
+    for pattern in (
+        r"weights +\d+ kB in ",
+        r"programs +\d+ in ",
+        r"adapters +2 in ",
+        r"model +llama: llama, 3 layers, float32",
+        r"memory +3 MB on the device: weights 514 kB, adapter 1 MB, kv 1 MB",
+        r"serving +llama, all, qv",
+    ):
+        assert re.search(pattern, served.output), f"{pattern} is not in\n{served.output}"
+
+
+def test_traffic_compiles_nothing(served, client):
+    def compilations() -> float:
+        text = httpx.get(f"{served.url}/metrics").text
+        return float(re.search(r"^plora:compilations_total\S* (\S+)", text, re.MULTILINE)[1])
+
+    before = compilations()
+    assert before > 0
+    for model in ("llama", "qv", "all"):
+        client.completions.create(model=model, prompt=[5] * 100, max_tokens=20, n=3, logprobs=1)
+    assert compilations() == before
+
+
+def test_metrics_show_device_memory_and_link_bytes(served):
+    text = httpx.get(f"{served.url}/metrics").text
+    for name in ("plora:device_cache_bytes", "plora:pool_bytes", "plora:link_bytes_total", "vllm:cache_config_info"):
+        assert re.search(rf"^{name}{{.*}} [1-9]", text, re.MULTILINE), f"{name} is not in\n{text}"
+
+
+def test_sigterm_ends_with_code_0_and_no_noise(served):
+    code, err = served.stop()
+    assert (code, err) == (0, "")
+
+
+def test_port_in_use_ends_before_anything_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [sys.executable, "-m", "launch.serve", f"--port={taken.getsockname()[1]}", "--model=/nowhere"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cannot listen on 127.0.0.1 port ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "http", "says"),
+    [
+        ({"max_num_seqs": 0}, {}, "--max_num_seqs must be at least 1, got 0"),
+        ({"dtype": "int3"}, {}, "--dtype must be"),
+        ({}, {"port": 70000}, "--port must be between 0 and 65535, got 70000"),
+        ({}, {"api_key": ""}, "--api_key is empty"),
+        ({}, {"api_key": "ü"}, "--api_key must be printable ASCII"),
+        ({}, {"max_body_mb": 0.0}, "--max_body_mb must be above 0"),
+        ({}, {"shutdown_timeout_s": -1.0}, "--shutdown_timeout_s must be at least 0"),
+        ({}, {"max_prompts": 0}, "--max_prompts"),
+        ({}, {"served_model_name": ("",)}, "--served_model_name is empty"),
+        ({}, {"adapter_root": "/nowhere"}, "--adapter_root '/nowhere' is not a directory"),
+        ({}, {"adapter_root": "/", "host": "0.0.0.0"}, "set --adapter_routes"),
+    ],
+)
+def test_check_names_what_cannot_be(engine, http, says):
+    with pytest.raises(StartError) as caught:
+        check(EngineConfig(**engine), HttpConfig(**http))
+    assert says in str(caught.value)
+
+
+def test_check_reports_every_problem_at_once():
+    with pytest.raises(StartError, match=r"--max_num_seqs .*; --port .*; --api_key"):
+        check(EngineConfig(max_num_seqs=0), HttpConfig(port=-1, api_key=" "))
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        (["a"], "write name=path"),
+        (["=x"], "write name=path"),
+        (["a="], "write name=path"),
+        (["{"], "not valid JSON"),
+        (['{"name": "a"}'], "write name=path"),
+        (["a=x", "a=y"], "names 'a' twice"),
+        (["../a=x"], "must not be a path"),
+    ],
+)
+def test_lora_modules_of_another_form_are_refused(entries, says):
+    with pytest.raises(StartError) as caught:
+        parse_lora_modules(entries)
+    assert says in str(caught.value)
+
+
+def test_lora_modules_are_read_in_both_forms():
+    entries = ["a=/x=1", json.dumps({"name": "b", "path": "/y", "base_model_name": "base"})]
+    assert parse_lora_modules(entries) == {"a": "/x=1", "b": "/y"}
+
+
+def test_shipped_adapters_belong_to_the_default_model_with_lora(tmp_path):
+    (tmp_path / "pirate").mkdir()
+    (tmp_path / "pirate" / "adapter_config.json").write_text("{}")
+    (tmp_path / "notes").mkdir()
+    assert shipped_adapters(EngineConfig(), tmp_path) == {"pirate": str(tmp_path / "pirate")}
+    assert shipped_adapters(EngineConfig(model="/m"), tmp_path) == {}
+    assert shipped_adapters(EngineConfig(enable_lora=False), tmp_path) == {}
+    assert shipped_adapters(EngineConfig(), tmp_path / "absent") == {}
+
+
+def test_template_is_read_from_a_file_or_taken_as_it_is(tmp_path):
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ messages }}")
+    assert read_template(str(file)) == read_template("{{ messages }}") == "{{ messages }}"
+    assert read_template(None) is None
+    with pytest.raises(StartError, match=r"--chat_template .*absent\.jinja' cannot be read"):
+        read_template(str(tmp_path / "absent.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("x.org", "http://x.org:80"),
+    ],
+)
+def test_server_url_is_one_that_a_client_here_can_use(host, url):
+    assert server_url(host, 80) == url
+
+
+def test_in_bytes_reads_well():
+    assert [in_bytes(n) for n in (0, 999, 1000, 269e6, 1.07e9)] == ["0 B", "999 B", "1 kB", "269 MB", "1.07 GB"]
