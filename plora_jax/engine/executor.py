@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
@@ -118,16 +120,21 @@ class JaxExecutor:
     def _compile_all(self, config: ModelConfig, progress: Callable[[int, int], None] | None) -> dict[Bucket, Any]:
         step = make_step(config, self._dtype, StepStrategies("resident", "local", self.kernels))
         jitted = jax.jit(step, donate_argnames="pages")
+        # float32 means float32: accelerators otherwise round the operands of a product to fewer bits.
         exact = self._dtype == np.float32
-        programs = {}
+        lowered = {}
         for bucket in self._buckets:
             batch, _, _ = build_batch(StepPlan(()), bucket, self._shape, slots_of=_no_slots)
-            # float32 means float32: accelerators otherwise round the operands of a product to fewer bits.
+            args = jax.tree.map(self._abstract, (self._params, self._pages, self._rows(), batch))
             with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-                args = (self._params, self._pages, self._rows(), batch)
-                programs[bucket] = jitted.lower(*jax.tree.map(self._abstract, args)).compile()
-            if progress:
-                progress(len(programs), len(self._buckets))
+                lowered[bucket] = jitted.lower(*args)
+        programs = {}
+        with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as threads:
+            running = {threads.submit(program.compile): bucket for bucket, program in lowered.items()}
+            for done in as_completed(running):
+                programs[running[done]] = done.result()
+                if progress:
+                    progress(len(programs), len(lowered))
         return programs
 
     def _abstract(self, x: Any) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,26 @@
+"""Settings of the whole test run."""
+
+import os
+from pathlib import Path
+
+# Set before JAX is imported: the tests mean the CPU, whatever else the machine has.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import pytest
+
+from plora_jax.engine.compile import use_persistent_cache
+
+ROOT = Path(__file__).parent.parent
+PACK = ROOT / "tests" / "data" / "conformance"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compilation_cache() -> None:
+    """Programs that several tests need are compiled once, and not at all in a second run."""
+    use_persistent_cache(ROOT / ".pytest_cache" / "xla")
+
+
+@pytest.fixture(scope="session")
+def pack() -> Path:
+    """The conformance pack: tiny random models and adapters with golden logits and tokens."""
+    return PACK
