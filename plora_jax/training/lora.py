@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plora_jax.adapters.adapter import Adapter, LoraMatrices, ModuleId
+from plora_jax.adapters import Adapter, LoraMatrices, ModuleId
 from plora_jax.config import ModelConfig
 from plora_jax.training.config import TrainConfig
 
@@ -33,18 +33,21 @@ def init_lora(model: ModelConfig, config: TrainConfig) -> LoraParams:
     return {"a": a, "b": b}
 
 
-def to_adapter(lora: Mapping[str, Mapping[str, Any]], config: TrainConfig, *, name: str, base: str) -> Adapter:
-    """The trained values as an adapter in memory, float32.
+def to_adapter(
+    lora: Mapping[str, Mapping[str, Any]], config: TrainConfig, *, name: str, base: str, dtype: Any = np.float32
+) -> Adapter:
+    """The trained values as an adapter in memory.
 
     Args:
         lora: trained values.
         config: they were trained with.
         name: of the adapter.
         base: name or path of the base model, for the adapter's own record.
+        dtype: numpy or ml_dtypes dtype of the matrices.
     """
     modules = {}
     for projection in config.targets:
-        a, b = np.asarray(lora["a"][projection]), np.asarray(lora["b"][projection])
+        a, b = (np.asarray(lora[part][projection], dtype) for part in "ab")
         for layer in range(a.shape[0]):
             modules[ModuleId(layer, projection)] = LoraMatrices(a[layer], b[layer], config.scale)
     return Adapter(name=name, modules=modules, config=_peft_config(config, base))
