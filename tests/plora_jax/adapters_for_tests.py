@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from plora_jax.checkpoints import load_hf_config
 from plora_jax.config import ModelConfig, RopeConfig
 
 PACK = Path(__file__).parents[1] / "data" / "conformance"
@@ -40,26 +41,8 @@ FIELDS: dict[str, Any] = {
 
 
 def pack_model(base: str) -> ModelConfig:
-    """Numbers of a model of the conformance pack that adapters depend on."""
-    fields = json.loads((PACK / "models" / base / "config.json").read_text())
-    heads = fields["num_attention_heads"]
-    experts = fields.get("num_local_experts") or fields.get("num_experts") or 0
-    return ModelConfig(
-        architecture=fields["model_type"],
-        vocab_size=fields["vocab_size"],
-        hidden_size=fields["hidden_size"],
-        intermediate_size=fields["intermediate_size"],
-        num_layers=fields["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=fields["num_key_value_heads"],
-        head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
-        max_position=fields["max_position_embeddings"],
-        norm_eps=fields["rms_norm_eps"],
-        rope=RopeConfig(theta=1e4),
-        query_scale=1.0,
-        num_experts=experts,
-        experts_per_token=2 if experts else 0,
-    )
+    """The configuration of a model of the conformance pack."""
+    return load_hf_config(PACK / "models" / base)
 
 
 def key(layer: int, projection: str, part: str) -> str:

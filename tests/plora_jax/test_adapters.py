@@ -101,7 +101,7 @@ def test_load_adapter_accepts_every_form_of_names(rename, tmp_path):
     fields = {"rank_pattern": {"layers.1.self_attn.q_proj": 4}, "alpha_pattern": {"layers.1.self_attn.q_proj": 4}}
     tensors = {rename(k): v for k, v in lora_tensors().items()}
     renamed = load(write_peft(tmp_path / "a", tensors, **fields)).modules
-    plain = load(write_peft(tmp_path / "b", **fields)).modules
+    plain = load(write_peft(tmp_path / "b", lora_tensors(), **fields)).modules
     assert set(renamed) == set(plain)
     assert all(renamed[m].scale == (1.0 if m == (1, "q_proj") else 2.0) for m in renamed)
     assert all(np.array_equal(renamed[m].a, plain[m].a) and np.array_equal(renamed[m].b, plain[m].b) for m in plain)
