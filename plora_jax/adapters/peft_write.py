@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def peft_fields(adapter: Adapter) -> dict[str, Any]:
         "lora_dropout": 0.0,
     }
     fields |= {key: adapter.config[key] for key in _KEPT_FIELDS if key in adapter.config}
-    return fields | _rule_fields(adapter) | _target_fields(adapter.modules)
+    return fields | _rule_fields(adapter) | _target_fields(adapter)
 
 
 def _rule_fields(adapter: Adapter) -> dict[str, Any]:
@@ -116,15 +116,22 @@ def _default_and_pattern(values: Mapping[ModuleId, Any]) -> tuple[Any, dict[str,
     return default, pattern
 
 
-def _target_fields(modules: Mapping[ModuleId, Any]) -> dict[str, Any]:
+def _target_fields(adapter: Adapter) -> dict[str, Any]:
     layers: dict[str, set[int]] = {}
-    for module in modules:
+    for module in adapter.modules:
         layers.setdefault(module.projection, set()).add(module.layer)
     first, *others = layers.values()
     if any(other != first for other in others):
-        return {"target_modules": [_suffix(module) for module in sorted(modules)], "layers_to_transform": None}
-    leading = first == set(range(len(first)))
-    return {"target_modules": sorted(layers), "layers_to_transform": None if leading else sorted(first)}
+        return {"target_modules": [_suffix(module) for module in sorted(adapter.modules)], "layers_to_transform": None}
+    whole = first == set(range(len(first))) and _targets_every_layer(adapter.config, layers)
+    return {"target_modules": sorted(layers), "layers_to_transform": None if whole else sorted(first)}
+
+
+def _targets_every_layer(fields: Mapping[str, Any], projections: Iterable[str]) -> bool:
+    # How many layers the base has is not known here; without a list PEFT puts new modules into all further ones.
+    targets = fields.get("target_modules")
+    by_name = targets == "all-linear" or (isinstance(targets, list | tuple) and set(projections) <= set(targets))
+    return by_name and fields.get("layers_to_transform") is None
 
 
 def _suffix(module: ModuleId) -> str:

@@ -128,7 +128,7 @@ def test_peft_fields_where_a_projection_differs_are_patterns():
     modules = {(i, p): matrices(p) for i in range(3) for p in ("q_proj", "k_proj")}
     modules |= {(i, "v_proj"): matrices("v_proj", rank=2, scale=4.0) for i in range(3)}
     modules[1, "q_proj"] = matrices("q_proj", rank=8, scale=0.5)
-    fields = peft_fields(in_memory(modules))
+    fields = peft_fields(in_memory(modules, target_modules=["q_proj", "k_proj", "v_proj"]))
     assert (fields["r"], fields["lora_alpha"]) == (4, 8)
     assert fields["rank_pattern"] == {"layers.1.self_attn.q_proj": 8, "v_proj": 2}
     assert fields["alpha_pattern"] == {"layers.1.self_attn.q_proj": 4}
@@ -141,6 +141,22 @@ def test_peft_fields_of_some_layers_name_no_others():
     mixed = peft_fields(in_memory({(0, "q_proj"): matrices("q_proj"), (1, "up_proj"): matrices("up_proj")}))
     assert mixed["target_modules"] == ["layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"]
     assert mixed["layers_to_transform"] is None
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({"target_modules": ["q_proj"]}, None),
+        ({"target_modules": "all-linear"}, None),
+        ({}, [0, 1]),
+        ({"target_modules": r".*layers\.[01]\..*q_proj"}, [0, 1]),
+        ({"target_modules": ["layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"]}, [0, 1]),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 1]}, [0, 1]),
+    ],
+)
+def test_peft_fields_of_the_first_layers_list_them_unless_every_layer_was_meant(config, layers):
+    fields = peft_fields(in_memory({(i, "q_proj"): matrices("q_proj") for i in (0, 1)}, **config))
+    assert (fields["target_modules"], fields["layers_to_transform"]) == (["q_proj"], layers)
 
 
 def test_peft_fields_keep_what_the_adapter_says_of_itself_but_not_how_training_began(tmp_path):
