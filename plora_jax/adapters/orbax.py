@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 
 from plora_jax.adapters.adapter import Adapter, AdapterError, LoraMatrices, ModuleId
 from plora_jax.adapters.features import listed, refuse_unserved
 from plora_jax.adapters.files import new_directory, read_json_object, write_json
 from plora_jax.adapters.matrices import as_matrix, check_rank, check_shapes
 from plora_jax.adapters.rules import ModuleRule, is_finite_float32
-from plora_jax.checkpoints.weights import flatten
 from plora_jax.config import ModelConfig
 
 ADAPTER_FILE = "plora_adapter.json"
@@ -53,7 +51,7 @@ def save_adapter_orbax(adapter: Adapter, path: str | Path, *, overwrite: bool = 
     arrays = {name: {"a": np.ascontiguousarray(m.a), "b": np.ascontiguousarray(m.b)} for name, m in modules.items()}
     with new_directory(path, overwrite=overwrite) as directory:
         write_json(directory / ADAPTER_FILE, content)
-        with ocp.StandardCheckpointer() as checkpointer:
+        with _checkpointer() as checkpointer:
             checkpointer.save(directory / MATRICES_FOLDER, arrays)
             checkpointer.wait_until_finished()
 
@@ -80,7 +78,7 @@ def restore_adapter(
     content = read_json_object(directory / ADAPTER_FILE, name=name)
     fields, rules = _read_content(content, config, source=directory / ADAPTER_FILE, name=name)
     refuse_unserved(name, fields, ())
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         stored = _stored_arrays(checkpointer, directory / MATRICES_FOLDER, name)
         _check_arrays(stored, rules, config=config, max_lora_rank=max_lora_rank, name=name)
         arrays = _restore(checkpointer, directory / MATRICES_FOLDER, stored, name)
@@ -95,6 +93,24 @@ def restore_adapter(
 def is_adapter_checkpoint(path: Path) -> bool:
     """Whether a directory looks like a checkpoint of `save_adapter_orbax`."""
     return (path / ADAPTER_FILE).is_file()
+
+
+def _checkpointer() -> Any:
+    """Orbax is imported when it is used: it brings JAX, which the policy code above adapters must not need."""
+    import orbax.checkpoint as ocp
+
+    return ocp.StandardCheckpointer()
+
+
+def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by dotted path."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{path}": leaf for path, leaf in _flatten(value).items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def _name(module: ModuleId) -> str:
@@ -141,7 +157,7 @@ def _stored_arrays(checkpointer: Any, folder: Path, name: str) -> dict[str, Any]
         raise _broken(folder, name, error) from error
     if metadata is None:
         raise _broken(folder, name, "it has no metadata")
-    return flatten(metadata.tree)
+    return _flatten(metadata.tree)
 
 
 def _restore(checkpointer: Any, folder: Path, stored: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -151,7 +167,7 @@ def _restore(checkpointer: Any, folder: Path, stored: Mapping[str, Any], name: s
         module, _, part = path.rpartition(".")
         target.setdefault(module, {})[part] = np.empty(array.shape, array.dtype)
     try:
-        return flatten(checkpointer.restore(folder, target))
+        return _flatten(checkpointer.restore(folder, target))
     except Exception as error:  # As above.
         raise _broken(folder, name, error) from error
 
