@@ -1,0 +1,80 @@
+"""Measures this system on a stated case and prints the figures with the hardware and the command that gave them.
+
+  python -m launch.bench BENCHMARK [flags]
+  python -m launch.bench BENCHMARK --help
+
+Benchmarks:
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from launch import flags
+from launch.benchmarks import throughput
+
+
+class Benchmark(NamedTuple):
+    """One benchmark.
+
+    Attributes:
+        summary: one line for the list of benchmarks.
+        guide: text over the flags in its --help.
+        define_flags: defines its flags.
+        main: runs it as the flags say.
+    """
+
+    summary: str
+    guide: str | None
+    define_flags: Callable[[], None]
+    main: Callable[[], int]
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "throughput": Benchmark(
+        "output tokens/s, TTFT and ITL of a case, in this process or of a server",
+        throughput.__doc__,
+        throughput.define_flags,
+        throughput.main,
+    ),
+}
+
+
+def usage() -> str:
+    """What --help says without a benchmark."""
+    width = max(map(len, BENCHMARKS))
+    return f"{__doc__}  " + "\n  ".join(f"{name:<{width}}  {b.summary}" for name, b in BENCHMARKS.items())
+
+
+def choose(arguments: Sequence[str]) -> Benchmark | str:
+    """The benchmark that a command line names, or what is wrong with it.
+
+    Args:
+        arguments: without the program's name.
+    """
+    known = ", ".join(BENCHMARKS)
+    if not arguments or arguments[0].startswith("-"):
+        return f"the benchmark must come first: python -m launch.bench BENCHMARK [flags], with one of {known}"
+    return BENCHMARKS.get(arguments[0]) or f"unknown benchmark {arguments[0]!r}: choose {known}"
+
+
+def cli() -> None:
+    arguments = sys.argv[1:]
+    if arguments[:1] in (["--help"], ["-h"], ["help"], ["-help"]):
+        print(usage())
+        return
+    chosen = choose(arguments)
+    if isinstance(chosen, str):
+        print(f"error: {chosen}", file=sys.stderr)
+        sys.exit(2)
+    del sys.argv[1]
+    # absl shows this text over the flags.
+    sys.modules["__main__"].__doc__ = chosen.guide
+    chosen.define_flags()
+    flags.run(chosen.main)
+
+
+if __name__ == "__main__":
+    cli()

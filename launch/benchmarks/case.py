@@ -1,0 +1,175 @@
+"""What the throughput benchmark is asked to measure: options, presets and their checks; no engine yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from launch.benchmarks.measurement import Job
+from launch.benchmarks.synthetic import ALL_LINEAR
+from launch.flags import StartError
+
+_PEERS = {"requests": 32, "prompt_tokens": 128, "new_tokens": 64, "adapter_ranks": "8,16,32,64"}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "peers-base": {**_PEERS, "adapters": 0},
+    "peers-1": {**_PEERS, "adapters": 1},
+    "peers-32": {**_PEERS, "adapters": 32},
+}
+"""Values of ThroughputCase by name. The peers' cases are those that vLLM, PEFT and others were measured on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ThroughputCase:
+    """Requests to measure. All are greedy and go on to the last token, whatever the model says.
+
+    Attributes:
+        case: a preset: peers-base, peers-1 or peers-32 (32 requests at once of 128 + 64 tokens with none, 1 or 32
+            adapters). Flags given beside it stand over its values.
+        requests: requests of a run; request i uses adapter i modulo their number.
+        concurrency: requests in flight at most; None for all at once.
+        prompt_tokens: tokens of each prompt, drawn at random.
+        new_tokens: tokens to generate for each.
+        runs: measured runs, after one to warm up; the figures are medians over them.
+        seed: of the prompts.
+        prompt_id_low: smallest token id of a prompt; 0 where the vocabulary does not reach it.
+        prompt_id_high: token ids of prompts lie below it, and below the size of the vocabulary.
+        adapters: how many synthetic adapters to make in memory.
+        adapter_ranks: ranks of the synthetic adapters, in turn; comma separated.
+        adapter_targets: projections of the synthetic adapters, comma separated, such as q_proj,v_proj; or all-linear.
+        adapter_dirs: real adapters instead, PEFT or Orbax directories, comma separated; repeatable.
+        enable_lora: build the engine for adapters; None for doing so where the case has any.
+        device_adapter_mb: device memory for adapters, MB of 2^20 bytes; None for as much as holds all of the case, and
+            256 at least.
+        url: measure the OpenAI-compatible server at this address instead of an engine in this process. The key in
+            OPENAI_API_KEY is sent where the environment has it.
+        served_model: with --url, models that answer, in turn; comma separated; repeatable. By default the first that
+            the server lists.
+        output_json: file to write all figures to.
+    """
+
+    case: str | None = None
+    requests: int = 32
+    concurrency: int | None = None
+    prompt_tokens: int = 128
+    new_tokens: int = 64
+    runs: int = 5
+    seed: int = 0
+    prompt_id_low: int = 1000
+    prompt_id_high: int = 40000
+    adapters: int = 0
+    adapter_ranks: str = "8,16,32,64"
+    adapter_targets: str = ALL_LINEAR
+    adapter_dirs: tuple[str, ...] = ()
+    enable_lora: bool | None = None
+    device_adapter_mb: int | None = None
+    url: str | None = None
+    served_model: tuple[str, ...] = ()
+    output_json: str | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Rank of each synthetic adapter."""
+        cycle = [int(entry) for entry in split_names([self.adapter_ranks])]
+        return [cycle[index % len(cycle)] for index in range(self.adapters)]
+
+    @property
+    def directories(self) -> list[pathlib.Path]:
+        """Directories of the real adapters."""
+        return [pathlib.Path(entry).expanduser() for entry in split_names(self.adapter_dirs)]
+
+    @property
+    def model_names(self) -> list[str]:
+        """Models of a server that answer."""
+        return split_names(self.served_model)
+
+    def validate(self) -> None:
+        """Raises StartError naming every field that cannot be, its value and what is allowed."""
+        if self.case is not None and self.case not in PRESETS:
+            raise StartError(f"--case {self.case!r} is unknown; choose {', '.join(PRESETS)}")
+        least = {"requests": 1, "concurrency": 1, "prompt_tokens": 1, "new_tokens": 1, "runs": 1, "adapters": 0}
+        least |= {"device_adapter_mb": 1, "prompt_id_low": 0, "prompt_id_high": 1}
+        problems = [
+            f"--{name} must be at least {bound}, got {value}"
+            for name, bound in least.items()
+            if (value := getattr(self, name)) is not None and value < bound
+        ]
+        if self.prompt_id_low >= self.prompt_id_high:
+            problems.append(
+                f"--prompt_id_low {self.prompt_id_low} must be below --prompt_id_high {self.prompt_id_high}"
+            )
+        entries = split_names([self.adapter_ranks])
+        if not entries or not all(entry.isdecimal() and int(entry) for entry in entries):
+            problems.append(
+                f"--adapter_ranks {self.adapter_ranks!r} must be whole numbers above 0 with commas, such as 8,16"
+            )
+        if self.output_json is not None and not pathlib.Path(self.output_json).expanduser().parent.is_dir():
+            problems.append(f"--output_json {self.output_json!r} is in a directory that does not exist: make it first")
+        problems += self._contradictions()
+        if problems:
+            raise StartError("; ".join(problems))
+
+    def _contradictions(self) -> list[str]:
+        problems = []
+        if self.adapter_dirs and self.adapters:
+            problems.append(
+                f"--adapter_dirs and --adapters {self.adapters} cannot both be: measure real or synthetic adapters"
+            )
+        if (self.adapters or self.adapter_dirs) and self.enable_lora is False:
+            problems.append("--noenable_lora cannot be in a case with adapters")
+        if self.url is None:
+            if self.served_model:
+                problems.append("--served_model needs --url: an engine in this process takes its model from --model")
+            return problems
+        if not self.url.startswith(("http://", "https://")):
+            problems.append(f"--url {self.url!r} must begin with http:// or https://")
+        problems += [
+            f"--{name} has no use with --url: load the adapters on the server and name them by --served_model"
+            for name in ("adapter_dirs", "enable_lora", "device_adapter_mb")
+            if getattr(self, name) not in (None, ())
+        ]
+        if self.adapters and len(self.model_names) != self.adapters:
+            problems.append(
+                f"the case has {self.adapters} adapters and --served_model names {len(self.model_names)} models: "
+                f"load {self.adapters} adapters on the server and name each"
+            )
+        return problems
+
+
+def split_names(entries: Sequence[str]) -> list[str]:
+    """The names in comma-separated entries, empty ones left out."""
+    return [name.strip() for entry in entries for name in entry.split(",") if name.strip()]
+
+
+def prompt_ids_range(case: ThroughputCase, vocab_size: int | None) -> tuple[int, int]:
+    """Where token ids of prompts come from, [low, high).
+
+    Args:
+        case: names the range.
+        vocab_size: V, None where it is not known.
+    """
+    high = case.prompt_id_high if vocab_size is None else min(case.prompt_id_high, vocab_size)
+    return (case.prompt_id_low if case.prompt_id_low < high else 0), high
+
+
+def jobs_of_runs(
+    case: ThroughputCase, models: Sequence[str | None], *, ids_range: tuple[int, int]
+) -> Iterator[list[Job]]:
+    """The jobs of run after run without end; every run has other prompts, and the seed gives them all.
+
+    Args:
+        case: what to send.
+        models: who answers, in turn.
+        ids_range: token ids of prompts, [low, high).
+    """
+    rng = random.Random(case.seed)
+    while True:
+        yield [
+            Job(
+                [rng.randrange(*ids_range) for _ in range(case.prompt_tokens)], models[i % len(models)], case.new_tokens
+            )
+            for i in range(case.requests)
+        ]

@@ -1,0 +1,143 @@
+"""Requests to an OpenAI-compatible server over HTTP: one thread a request in flight, answers streamed.
+
+Only the standard library, so that the client takes as little as can be from a server on the same cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from launch.benchmarks.measurement import Job, RequestRecord
+from launch.flags import StartError
+
+_TIMEOUT_S = 900.0
+_COMPILATIONS, _PREEMPTIONS = "plora:compilations_total", "vllm:num_preemptions"
+
+
+class HttpTarget:
+    """A server that answers jobs.
+
+    Args:
+        url: its address, with or without /v1.
+        api_key: sent as a bearer token; None sends none.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def run(self, jobs: Sequence[Job], *, concurrency: int | None) -> list[RequestRecord]:
+        """As `Target.run`.
+
+        Raises:
+            StartError: the server cannot be reached, refuses a job, or does not count its tokens.
+        """
+        with ThreadPoolExecutor(concurrency or len(jobs)) as threads:
+            return list(threads.map(self._run_one, jobs))
+
+    def first_model(self) -> str:
+        """The first model that the server lists."""
+        with self._ask("GET", "/v1/models") as response:
+            cards = _object(response.read()).get("data")
+        if not cards:
+            raise StartError(f"{self.url} lists no model: name one by --served_model")
+        return cards[0]["id"]
+
+    def compilations(self) -> int | None:
+        """What the server's metrics say, where it is one of this project."""
+        return self._metric(_COMPILATIONS)
+
+    def preemptions(self) -> int | None:
+        """What the server's metrics say, where they name vLLM's preemptions."""
+        return self._metric(_PREEMPTIONS)
+
+    def _run_one(self, job: Job) -> RequestRecord:
+        body = {
+            "model": job.model,
+            "prompt": list(job.prompt_ids),
+            "max_tokens": job.new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        piece_s: list[float] = []
+        usage: Mapping[str, int] | None = None
+        sent_s = time.perf_counter()
+        with self._ask("POST", "/v1/completions", body=json.dumps(body)) as response:
+            for event in _events(response):
+                now_s = time.perf_counter()
+                usage = event.get("usage") or usage
+                if "error" in event:
+                    raise StartError(
+                        f"{self.url} ended an answer of {job.model!r} with {_shorten(str(event['error']))}"
+                    )
+                # The event that says why an answer ends may hold no text, and then no token either.
+                if any(choice.get("text") or not piece_s for choice in event.get("choices") or ()):
+                    piece_s.append(now_s)
+        if usage is None or not piece_s:
+            raise StartError(
+                f"{self.url} sent no usage with its answer: the server must support stream_options.include_usage"
+            )
+        return RequestRecord(usage["prompt_tokens"], usage["completion_tokens"], sent_s, piece_s)
+
+    def _metric(self, name: str) -> int | None:
+        """Sum of a counter over its labels, None where there is none."""
+        try:
+            with self._ask("GET", "/metrics") as response:
+                lines = response.read().decode("utf-8", "replace").splitlines()
+        except StartError:
+            return None
+        found = [line for line in lines if line.startswith((name + "{", name + " ", name + "_total"))]
+        return int(sum(float(line.rsplit(" ", 1)[1]) for line in found)) if found else None
+
+    @contextlib.contextmanager
+    def _ask(self, method: str, path: str, *, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
+        parts = urllib.parse.urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.netloc, timeout=_TIMEOUT_S)
+        try:
+            connection.request(method, parts.path + path, body, self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                said = _shorten(response.read().decode("utf-8", "replace"))
+                raise StartError(f"{self.url}{path} answered {response.status}: {said}")
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise StartError(f"{self.url}{path} cannot be reached: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Objects of a stream of server-sent events, up to [DONE]."""
+    for line in response:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        yield _object(data)
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise StartError(f"the server sent {_shorten(repr(data))} where a JSON object must be")
+    return value
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 300 else text[:300] + " ..."

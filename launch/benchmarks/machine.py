@@ -1,0 +1,47 @@
+"""The machine and the software that a measurement belongs to."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+
+import jax
+
+
+def describe_machine() -> dict[str, str | int]:
+    """CPU, cores this process may use and memory of this machine."""
+    return {"cpu": cpu_name(), "cores": usable_cores(), "memory_bytes": memory_bytes()}
+
+
+def describe_software() -> dict[str, str]:
+    """Versions, and the devices that JAX computes on."""
+    devices = jax.local_devices()
+    kind = devices[0].platform if devices[0].platform == devices[0].device_kind else devices[0].device_kind
+    return {
+        "plora_jax": importlib.metadata.version("plora_jax"),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "devices": f"{len(devices)} x {kind}",
+    }
+
+
+def cpu_name(cpuinfo: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> str:
+    """The CPU's own name where the system tells it, else its architecture."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Physical memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,198 @@
+"""Measures output tokens a second, TTFT and ITL of a stated case.
+
+  python -m launch.bench throughput --case=peers-32
+      32 requests at once of 128 + 64 tokens over 32 adapters, on the default model, in this process
+
+  python -m launch.bench throughput --adapters=4 --adapter_ranks=16 --adapter_targets=q_proj,v_proj --requests=8
+      a case of your own; adapters are made in memory
+
+  python -m launch.bench throughput --model=/models/llama --adapter_dirs=/adapters/sql,/adapters/law
+      a model and adapters of your own
+
+  python -m launch.bench throughput --case=peers-base --url=http://127.0.0.1:8000 --output_json=base.json
+      a server that runs already, ours or another's; --served_model=a,b,c names its adapters
+
+Prompts are random token ids. Every answer is greedy and as long as asked for. Rates count from the first request to
+the last token, prefill included. TTFT is from sending a request to the first piece of its answer, ITL between two
+pieces; both as the client sees them. Figures are medians of --runs runs after one to warm up. Progress goes to standard
+error, the report to standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from absl import flags as absl_flags
+from rich.console import Console
+
+from launch import flags
+from launch.benchmarks.case import PRESETS, ThroughputCase, jobs_of_runs, prompt_ids_range
+from launch.benchmarks.engine_client import EngineTarget, running_engine
+from launch.benchmarks.http_client import HttpTarget
+from launch.benchmarks.machine import describe_machine, describe_software
+from launch.benchmarks.measurement import RunFigures, Target, measure
+from launch.benchmarks.report import System, ThroughputReport
+from launch.console import StageLog
+from launch.flags import StartError
+from plora_jax.engine.build import Deployment, EngineConfig
+from plora_jax.engine.errors import EngineDeadError, GenerationFailedError
+
+# The case decides about these itself.
+_NOT_FLAGS = ("seed", "enable_lora", "max_lora_rank", "device_adapter_mb", "max_waiting")
+
+
+class Subject(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        target: answers requests.
+        models: who answers, in turn.
+        vocab_size: V, None where it is not known.
+        system: what it is, for the report.
+    """
+
+    target: Target
+    models: list[str | None]
+    vocab_size: int | None
+    system: System
+
+
+def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
+    """One flag for each option of a case, and of the engine as far as the case leaves it open."""
+    flags.define(ThroughputCase, flag_values=flag_values)
+    flags.define(EngineConfig, leave_out=_NOT_FLAGS, flag_values=flag_values)
+
+
+def read_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> tuple[ThroughputCase, EngineConfig]:
+    """The case, its preset applied under the flags that were given, and the engine.
+
+    Raises:
+        StartError: values that cannot be, or flags of the engine together with --url.
+    """
+    preset = PRESETS.get(flag_values["case"].value or "", {})
+    open_fields = {name: value for name, value in preset.items() if flag_values[name].using_default_value}
+    if flag_values["adapter_dirs"].value and "adapters" in open_fields:
+        # Real adapters take the place of a preset's synthetic ones.
+        open_fields["adapters"] = 0
+    case = flags.read(ThroughputCase, flag_values=flag_values, **open_fields)
+    case.validate()
+    engine = flags.read(EngineConfig, flag_values=flag_values, **{name: _default(name) for name in _NOT_FLAGS})
+    if case.url is not None:
+        fields = (field.name for field in dataclasses.fields(EngineConfig) if field.name not in _NOT_FLAGS)
+        given = [name for name in fields if not flag_values[name].using_default_value]
+        if given:
+            raise StartError(f"--{given[0]} has no use with --url: the server decides it")
+    else:
+        try:
+            engine.validate()
+        except ValueError as error:
+            raise StartError(str(error)) from error
+    return case, engine
+
+
+def _default(name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(EngineConfig) if field.name == name)
+
+
+def run_throughput(case: ThroughputCase, engine: EngineConfig, *, command: str, log: StageLog) -> ThroughputReport:
+    """Measures a case.
+
+    Args:
+        case: what to measure.
+        engine: where no server is named, the engine.
+        command: command line that asks for this.
+        log: told how far it is.
+
+    Raises:
+        StartError: the case cannot be measured.
+    """
+
+    def say(number: int, figures: RunFigures) -> None:
+        name = f"run {number}/{case.runs}" if number else "warm-up"
+        text = f"{figures.output_tokens} output tokens in {figures.wall_s:.2f} s"
+        log.say(name, f"{text}, {figures.output_tokens_per_s:.1f} a second")
+
+    with _subject(case, engine, log) as subject:
+        ids_range = prompt_ids_range(case, subject.vocab_size)
+        jobs = jobs_of_runs(case, subject.models, ids_range=ids_range)
+        try:
+            measured = measure(
+                subject.target, lambda: next(jobs), runs=case.runs, concurrency=case.concurrency, on_run=say
+            )
+        except (ValueError, EngineDeadError, GenerationFailedError) as error:
+            raise StartError(f"the engine could not serve the case: {error}") from error
+    return ThroughputReport(
+        case=_case_in_words(case, subject.models, ids_range),
+        options=dataclasses.asdict(case),
+        system=subject.system,
+        machine=describe_machine(),
+        software=describe_software(),
+        measurement=measured,
+        command=command,
+        measured_at=datetime.datetime.now(datetime.UTC),
+    )
+
+
+def main() -> int:
+    """Measures what the flags describe, prints the report, and writes it where asked."""
+    case, engine = read_flags()
+    command = shlex.join(["python", "-m", "launch.bench", "throughput", *sys.argv[1:]])
+    report = run_throughput(case, engine, command=command, log=StageLog(Console(stderr=True)))
+    print(report.as_text())
+    if case.output_json is not None:
+        try:
+            pathlib.Path(case.output_json).expanduser().write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        except OSError as error:
+            raise StartError(f"--output_json {case.output_json!r} cannot be written: {error}") from error
+    return 0
+
+
+@contextlib.contextmanager
+def _subject(case: ThroughputCase, engine: EngineConfig, log: StageLog) -> Iterator[Subject]:
+    if case.url is not None:
+        server = HttpTarget(case.url, api_key=os.environ.get("OPENAI_API_KEY"))
+        models: list[str | None] = [*(case.model_names or [server.first_model()])]
+        yield Subject(server, models, None, System(f"{', '.join(map(str, models))} at {server.url}"))
+        return
+    with running_engine(case, engine, log) as deployment:
+        models = [status.name for status in deployment.engine.adapters()] or [None]
+        yield Subject(EngineTarget(deployment.engine), models, deployment.model.vocab_size, _system(deployment))
+
+
+def _system(deployment: Deployment) -> System:
+    kernels, count = deployment.executor.kernels, len(deployment.engine.adapters())
+    lora = f"{count} adapters loaded" if deployment.store else "LoRA off"
+    return System(
+        f"{deployment.engine.model_name}, {deployment.dtype}, {lora}",
+        options=dataclasses.asdict(deployment.config),
+        device_bytes=deployment.device_bytes(),
+        kernels={
+            "decode LoRA": kernels.decode.lora.name,
+            "decode attention": kernels.decode.attention.name,
+            "prefill LoRA": kernels.prefill.lora.name,
+            "prefill attention": kernels.prefill.attention.name,
+        },
+    )
+
+
+def _case_in_words(case: ThroughputCase, models: list[str | None], ids_range: tuple[int, int]) -> str:
+    name = f"{case.case}: " if case.case else ""
+    together = "all at once" if case.concurrency is None else f"{case.concurrency} at a time"
+    words = f"{name}{case.requests} requests, {together}, of {case.prompt_tokens} prompt + {case.new_tokens} new tokens"
+    words += f", greedy, ignore_eos; prompts random ids in [{ids_range[0]}, {ids_range[1]}), seed {case.seed}; "
+    if case.url is not None:
+        return words + f"{len(models)} models in turn"
+    if case.adapter_dirs:
+        return words + f"adapters {', '.join(str(model) for model in models)} in turn"
+    if not case.adapters:
+        return words + "base model"
+    return words + f"{case.adapters} synthetic adapters in turn, ranks {case.adapter_ranks} on {case.adapter_targets}"
