@@ -134,7 +134,7 @@ class ModelConfig:
         layer: dict[str, tuple[int, ...]] = {"input_norm": (c.hidden_size,), "pre_mlp_norm": (c.hidden_size,)}
         if c.post_norms:
             layer |= {"post_attention_norm": (c.hidden_size,), "post_mlp_norm": (c.hidden_size,)}
-        layer |= {name: shape for name, shape in c.projections.items()}
+        layer |= c.projections
         if c.qkv_bias:
             layer |= {f"{p}_bias": (c.projections[p][0],) for p in ("q_proj", "k_proj", "v_proj")}
         if c.qk_norm:
@@ -146,7 +146,10 @@ class ModelConfig:
                 "expert_up": (c.num_experts, c.intermediate_size, c.hidden_size),
                 "expert_down": (c.num_experts, c.hidden_size, c.intermediate_size),
             }
-        shapes: dict[str, tuple[int, ...]] = {"embedding": (c.vocab_size, c.hidden_size), "final_norm": (c.hidden_size,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "embedding": (c.vocab_size, c.hidden_size),
+            "final_norm": (c.hidden_size,),
+        }
         if not c.tie_word_embeddings:
             shapes["head"] = (c.vocab_size, c.hidden_size)
         shapes |= {f"layers.{name}": (c.num_layers, *shape) for name, shape in layer.items()}

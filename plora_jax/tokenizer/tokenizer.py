@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
-from plora_jax.tokenizer.gguf_metadata import read_gguf_metadata
+from plora_jax.gguf_file import read_gguf_metadata
 from plora_jax.tokenizer.gguf_tokenizer import build_gguf_tokenizer
 from plora_jax.tokenizer.hf_files import TokenizerError, read_tokenizer_config
 from plora_jax.tokenizer.token_bytes import byte_mapper

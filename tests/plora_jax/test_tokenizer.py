@@ -11,8 +11,8 @@ import gguf
 import pytest
 from tokenizers import pre_tokenizers
 
+from plora_jax.gguf_file import read_gguf_metadata
 from plora_jax.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from plora_jax.tokenizer.gguf_metadata import read_gguf_metadata
 from plora_jax.tokenizer.gguf_tokenizer import PRE_TOKENIZERS
 from tests.plora_jax.tokenizers_for_tests import (
     PACK_MODEL,
