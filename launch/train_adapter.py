@@ -72,6 +72,7 @@ class RunConfig:
         chat_template: file with a Jinja chat template, or the template itself, instead of the model's own.
         output_dir: directory for the adapter (peft/, orbax/), report.json and checkpoints/; required.
         name: of the adapter; that of output_dir by default.
+        base_name: what the adapter's record calls the base model, such as its Hugging Face id; as `model` by default.
         resume: go on from the newest checkpoint in output_dir.
     """
 
@@ -83,6 +84,7 @@ class RunConfig:
     chat_template: str | None = None
     output_dir: str | None = None
     name: str | None = None
+    base_name: str | None = None
     resume: bool = False
 
     @property
@@ -242,9 +244,9 @@ def _write(
     console: Console,
 ) -> None:
     output = options.output
-    name = options.name or output.name
+    name, base_name = options.name or output.name, options.base_name or options.model
     for folder, save, dtype in (("peft", save_adapter, ml_dtypes.bfloat16), ("orbax", save_adapter_orbax, np.float32)):
-        adapter = to_adapter(result.lora, config, name=name, base=options.model, dtype=dtype)
+        adapter = to_adapter(result.lora, config, name=name, base=base_name, dtype=dtype)
         save(adapter, output / folder, overwrite=True)
     report = {"steps": result.step, **losses, "config": dataclasses.asdict(config)}
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -22,7 +22,7 @@ from plora_jax.checkpoints import load_config
 from plora_jax.training import TrainConfig
 
 MODEL = pathlib.Path(__file__).parents[1] / "data/conformance/models/llama"
-RUN = ("--eval_fraction=0.25", "--targets=q_proj", "--targets=down_proj")
+RUN = ("--base_name=tiny/llama", "--eval_fraction=0.25", "--targets=q_proj", "--targets=down_proj")
 TEMPLATE = (
     "{% for m in messages %}丙{{ m.content }}{% if m.role == 'assistant' %}丂{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}丙{% endif %}"
@@ -90,6 +90,7 @@ def test_train_adapter_writes_an_adapter_that_learned(trained):
     assert report["steps"] == 8
     assert report["eval_loss"] < report["base_eval_loss"]
     config = json.loads((output / "peft/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "tiny/llama"
     assert (config["r"], sorted(config["target_modules"])) == (4, ["down_proj", "q_proj"])
 
 
