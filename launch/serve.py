@@ -127,7 +127,11 @@ def make_state(deployment: Deployment, http: HttpConfig, *, template: str | None
 def run_server(state: ServerState, listening: socket.socket, *, log: StageLog) -> int:
     """Answers requests until a signal; then ends the engine."""
     port = listening.getsockname()[1]
-    if not serve_app(state, listening, on_started=lambda: print_greeting(state, port, log=log)):
+    try:
+        ended = serve_app(state, listening, on_started=lambda: print_greeting(state, port, log=log))
+    except AddressError as error:
+        raise StartError(str(error)) from error
+    if not ended:
         # The operator asked twice: nothing may hold the process, the engine's step neither.
         os._exit(130)
     log.say("stopped", "all requests are answered or cancelled")

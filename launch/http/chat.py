@@ -29,7 +29,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     prompt_ids = await state.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
     try:
         flight = Flight.submit(
-            state, [prompt_ids], body.to_sampling(), adapter=state.adapter_of(body.model), priority=body.priority
+            state, [prompt_ids], [body.to_sampling()], adapter=state.adapter_of(body.model), priority=body.priority
         )
     except RequestError as error:
         raise ApiError(400, str(error), param=_chat_param(error.param, body)) from error

@@ -33,19 +33,20 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         await state.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
         for prompt in body.prompt
     ]
-    sampling = _fit_default(body.to_sampling(), body, longest=max(map(len, prompts)), room=state.max_model_len)
-    flight = Flight.submit(state, prompts, sampling, adapter=state.adapter_of(body.model), priority=body.priority)
+    asked = body.to_sampling()
+    samplings = [_fit_default(asked, body, room=state.max_model_len - len(prompt)) for prompt in prompts]
+    flight = Flight.submit(state, prompts, samplings, adapter=state.adapter_of(body.model), priority=body.priority)
     writer = _Writer(state, body, flight)
     if body.stream:
         return answer_stream(flight, writer.events())
     return await answer_whole(request, flight, writer.whole)
 
 
-def _fit_default(sampling: SamplingParams, body: CompletionRequest, *, longest: int, room: int) -> SamplingParams:
+def _fit_default(sampling: SamplingParams, body: CompletionRequest, *, room: int) -> SamplingParams:
     """Lowers the default of max_tokens, which the client did not ask for, to what the context has left."""
     if body.max_tokens is not None or sampling.max_tokens is None:
         return sampling
-    return dataclasses.replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room - longest)))
+    return dataclasses.replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
 
 
 class _Writer:

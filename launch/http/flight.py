@@ -60,12 +60,12 @@ class Flight:
         cls,
         state: ServerState,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
+        samplings: Sequence[SamplingParams],
         *,
         adapter: str | None,
         priority: int,
     ) -> Flight:
-        """Submits every prompt, or none.
+        """Submits every prompt with its options, or none.
 
         Raises:
             ApiError, RequestError, UnknownAdapterError, OverloadedError, EngineDeadError: as the engine says.
@@ -73,7 +73,7 @@ class Flight:
         state.check_open()
         generations: list[Generation] = []
         try:
-            for prompt in prompts:
+            for prompt, sampling in zip(prompts, samplings, strict=True):
                 generations.append(state.engine.submit(prompt, sampling, adapter=adapter, priority=priority))
         except BaseException:
             for generation in generations:

@@ -42,13 +42,17 @@ def open_socket(host: str, port: int) -> socket.socket:
     opened = socket.socket(family, kind, proto)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        # Listening starts with the server: a client that comes earlier is refused, not kept waiting.
         opened.bind(address)
-        opened.listen(2048)
     except OSError as error:
         opened.close()
-        advice = "stop what listens there, or choose another --port (0 for a free one)"
-        raise AddressError(f"cannot listen on {host} port {port} ({error.strerror}): {advice}") from error
+        raise _address_error(host, port, error) from error
     return opened
+
+
+def _address_error(host: str, port: int, error: OSError) -> AddressError:
+    advice = "stop what listens there, or choose another --port (0 for a free one)"
+    return AddressError(f"cannot listen on {host} port {port} ({error.strerror}): {advice}")
 
 
 def serve_app(state: ServerState, listening: socket.socket, *, on_started: Callable[[], None] | None = None) -> bool:
@@ -61,6 +65,9 @@ def serve_app(state: ServerState, listening: socket.socket, *, on_started: Calla
 
     Returns:
         False where a second SIGINT ended it at once.
+
+    Raises:
+        AddressError: another program began to listen there since the socket was opened.
     """
     server = Server(state, on_started=on_started)
     server.run(sockets=[listening])
@@ -87,7 +94,11 @@ class Server(uvicorn.Server):
         self._state, self._on_started = state, on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
+        try:
+            await super().startup(sockets=sockets)
+        except OSError as error:
+            config = self._state.config
+            raise _address_error(config.host, config.port, error) from error
         if self._on_started is not None:
             self._on_started()
 

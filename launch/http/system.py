@@ -30,7 +30,8 @@ async def health(request: Request) -> Response:
     return Response(status_code=200 if state.engine.healthy and not state.draining else 503)
 
 
-@router.api_route("/ping", methods=["GET", "POST"])
+@router.get("/ping")
+@router.post("/ping", include_in_schema=False)
 async def ping(request: Request) -> Response:
     """/health under the name that SageMaker asks for."""
     return await health(request)

@@ -194,6 +194,11 @@ def test_default_max_tokens_shrinks_to_what_the_context_has_left(client):
     assert answer.usage.completion_tokens == 6
 
 
+def test_default_max_tokens_shrinks_only_where_it_must(client):
+    answer = client.completions.create(model="base", prompt=["a" * 250, "b"])
+    assert [len(choice.text.encode()) for choice in answer.choices] == [6, 16]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_disconnects_leaves_nothing_behind(rig, server, stream):
     rig.slow_down(0.02)

@@ -221,6 +221,11 @@ def test_version_and_health_answer(client):
         assert (client.get(path).status_code, client.get(path).content) == (200, b"")
 
 
+def test_description_of_the_api_names_every_route(client):
+    paths = set(client.get("/openapi.json").json()["paths"])
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/load_lora_adapter", "/metrics"} <= paths
+
+
 def test_refused_requests_leave_nothing_behind(rig, client):
     body = {"prompt": ["a", "a" * 300], "max_tokens": 5}
     assert client.post("/v1/completions", json=body).status_code == 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pathlib
@@ -13,8 +14,9 @@ import time
 
 import httpx
 import pytest
+import uvicorn
 
-from launch.http.server import AddressError, open_socket
+from launch.http.server import AddressError, open_socket, serve_app
 from tests.launch.http_rig import http_rig, live_server
 
 _LONG = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -115,6 +117,23 @@ def test_port_in_use_says_so_in_one_line():
         ) as caught:
             open_socket("127.0.0.1", port)
     assert "\n" not in str(caught.value)
+
+
+def test_listening_that_fails_at_the_start_says_so(monkeypatch):
+    async def startup(self, sockets=None):
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    monkeypatch.setattr(uvicorn.Server, "startup", startup)
+    says = pytest.raises(AddressError, match=r"Address already in use.*choose another --port")
+    with http_rig() as rig, open_socket("127.0.0.1", 0) as opened, says:
+        serve_app(rig.state, opened)
+
+
+def test_client_before_the_start_is_refused():
+    opened = open_socket("127.0.0.1", 0)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{opened.getsockname()[1]}/health")
+    opened.close()
 
 
 def test_host_that_does_not_exist_says_so():
