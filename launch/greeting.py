@@ -25,7 +25,7 @@ def print_greeting(state: ServerState, port: int, *, log: StageLog) -> None:
         log.say("caution", f"anyone who reaches {state.config.host} can use this server: set --api_key")
     log.say("ready", url)
     base = state.model_names[0]
-    for model, chat in ((base, True), (adapters[0], True) if adapters else (base, False)):
+    for model, chat in ((base, True), (adapters[-1], True) if adapters else (base, False)):
         print(f"\n{curl_line(state, url, model, chat=chat)}", flush=True)
 
 

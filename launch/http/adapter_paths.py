@@ -6,10 +6,12 @@ import os
 import unicodedata
 
 MAX_NAME_CHARS = 255
+MAX_FILES = 1000
+"""More files than an adapter has, in PEFT's form or in Orbax's: a directory of many adapters, say."""
 
 
 class OutsideRootError(ValueError):
-    """A path that leads out of the directory that adapters may be read from."""
+    """A path that may not be read: it leads out of the directory of adapters, or holds what no adapter holds."""
 
 
 def name_problem(name: str, base_names: tuple[str, ...]) -> str | None:
@@ -54,10 +56,27 @@ def resolve_inside(root: str | None, path: str) -> str:
         raise OutsideRootError(f"{path!r} does not resolve inside --adapter_root")
     if not os.path.isdir(real):
         raise FileNotFoundError(f"no adapter directory at {path!r}")
-    for entry in os.scandir(real):
-        if not _is_inside(real_root, os.path.realpath(entry.path)):
-            raise OutsideRootError(f"{entry.name!r} in {path!r} is a link that leads out of --adapter_root")
+    _check_tree(real_root, real, path=path)
     return real
+
+
+def _check_tree(real_root: str, start: str, *, path: str) -> None:
+    """Raises OutsideRootError where anything below a directory, behind links as well, lies outside the root."""
+    pending, seen, entries = [start], set(), 0
+    while pending:
+        directory = pending.pop()
+        if directory in seen:
+            continue
+        seen.add(directory)
+        for entry in os.scandir(directory):
+            entries += 1
+            target = os.path.realpath(entry.path)
+            if not _is_inside(real_root, target):
+                raise OutsideRootError(f"{entry.name!r} in {path!r} is a link that leads out of --adapter_root")
+            if entries > MAX_FILES:
+                raise OutsideRootError(f"{path!r} holds more than {MAX_FILES} files, so it is no adapter")
+            if os.path.isdir(target):
+                pending.append(target)
 
 
 def _is_inside(real_root: str, real: str) -> bool:

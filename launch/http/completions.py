@@ -28,6 +28,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     if len(body.prompt) > state.config.max_prompts:
         most = state.config.max_prompts
         raise ApiError(400, f"prompt may hold at most {most} prompts, got {len(body.prompt)}.", param="prompt")
+    if len(body.prompt) > 1:
+        _check_count(state, len(body.prompt) * (body.n or 1))
     special = body.add_special_tokens is not False
     prompts = [
         await state.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
@@ -40,6 +42,14 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     if body.stream:
         return answer_stream(flight, writer.events())
     return await answer_whole(request, flight, writer.whole)
+
+
+def _check_count(state: ServerState, completions: int) -> None:
+    """Raises ApiError where a request is larger than the server, so that coming back later would not help."""
+    limits = state.engine.scheduler_config
+    most = limits.max_num_seqs + limits.max_waiting
+    if completions > most:
+        raise ApiError(400, f"The request asks for {completions} completions; at most {most} fit at once.", param="n")
 
 
 def _fit_default(sampling: SamplingParams, body: CompletionRequest, *, room: int) -> SamplingParams:

@@ -17,7 +17,8 @@ class HttpConfig:
         served_model_name: name of the base model for clients, repeatable; the first one labels metrics. Default: the
             last part of the model's path.
         chat_template: file with a Jinja chat template, or the template itself, instead of the model's own.
-        adapter_root: directory that the load route may read adapters from; unset, it reads none.
+        adapter_root: directory that the load route may read adapters from, and where relative paths start; unset, it
+            reads none.
         adapter_routes: whether adapters can be loaded and unloaded over HTTP. Default: true on a loopback host, false
             elsewhere.
         shutdown_timeout_s: seconds that running streams get to finish after SIGTERM or SIGINT.

@@ -155,6 +155,11 @@ def outside_paths(root: pathlib.Path) -> list[str]:
     half = root / "half"
     half.mkdir()
     (half / "adapter_config.json").symlink_to(secret / "adapter_config.json")
+    deep = make_adapter(root / "deep")
+    (deep / "inner").mkdir()
+    (deep / "inner" / "data").symlink_to(secret)
+    behind = make_adapter(root / "behind")
+    (behind / "inner").symlink_to(deep / "inner")
     sibling = make_adapter(root.parent / "root-sibling")
     relative = [
         "../secret",
@@ -163,6 +168,8 @@ def outside_paths(root: pathlib.Path) -> list[str]:
         "chain",
         "up/secret",
         "half",
+        "deep",
+        "behind",
         "link/../secret",
         "../root-sibling",
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import httpx
 import pytest
 
@@ -68,10 +70,22 @@ def test_more_requests_than_may_wait_are_429_with_retry_after():
 
 
 def test_request_that_does_not_fit_wholly_takes_nothing():
-    with http_rig(max_num_seqs=1, max_waiting=1) as rig:
-        body = {**_BODY, "prompt": ["a", "b", "c"]}
-        assert rig.client().post("/v1/completions", json=body).status_code == 429
+    with http_rig(max_num_seqs=1, max_waiting=1) as rig, live_server(rig.state) as live:
+        rig.slow_down(0.02)
+        url = f"{live.url}/v1/completions"
+        with httpx.stream("POST", url, json={"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}):
+            assert httpx.post(url, json={**_BODY, "prompt": ["a", "b"]}).status_code == 429
+            until_s = time.monotonic() + 2
+            while rig.engine.stats().waiting:
+                assert time.monotonic() < until_s, "a part of the refused request waits still"
         rig.wait_idle()
+
+
+def test_request_that_can_never_fit_is_400_and_not_429():
+    with http_rig(max_num_seqs=1, max_waiting=1) as rig:
+        response = rig.client().post("/v1/completions", json={**_BODY, "prompt": ["a", "b", "c"]})
+        assert response.status_code == 400
+        assert "asks for 3 completions; at most 2 fit" in response.json()["error"]["message"]
 
 
 def test_dead_engine_is_503_everywhere():
