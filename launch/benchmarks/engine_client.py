@@ -83,7 +83,7 @@ def running_engine(case: ThroughputCase, engine: EngineConfig, log: StageLog) ->
     """
     try:
         model = load_config(engine.model)
-        adapters = _CaseAdapters(case, model)
+        adapters = CaseAdapters(case, model)
         config = adapters.fit(engine)
         deployment = build_engine(config, progress=log)
         log.end()
@@ -109,8 +109,17 @@ def _check_context(case: ThroughputCase, deployment: Deployment) -> None:
         )
 
 
-class _CaseAdapters:
-    """The adapters of a case: read from disk at once, or made one by one, for many of them fill the memory."""
+class CaseAdapters:
+    """The adapters of a case: read from disk at once, or made one by one, for many of them fill the memory.
+
+    Args:
+        case: says which.
+        model: the base model that they are for.
+
+    Raises:
+        StartError: targets that the model has not, or two directories of one name.
+        FileNotFoundError, AdapterError: a directory that cannot be served.
+    """
 
     def __init__(self, case: ThroughputCase, model: ModelConfig) -> None:
         self._case, self._model = case, model

@@ -170,7 +170,7 @@ def _subject(case: ThroughputCase, engine: EngineConfig, log: StageLog) -> Itera
 
 def _system(deployment: Deployment) -> System:
     kernels, count = deployment.executor.kernels, len(deployment.engine.adapters())
-    lora = f"{count} adapters loaded" if deployment.store else "LoRA off"
+    lora = f"adapters loaded: {count}" if deployment.store else "LoRA off"
     return System(
         f"{deployment.engine.model_name}, {deployment.dtype}, {lora}",
         options=dataclasses.asdict(deployment.config),
@@ -190,9 +190,11 @@ def _case_in_words(case: ThroughputCase, models: list[str | None], ids_range: tu
     words = f"{name}{case.requests} requests, {together}, of {case.prompt_tokens} prompt + {case.new_tokens} new tokens"
     words += f", greedy, ignore_eos; prompts random ids in [{ids_range[0]}, {ids_range[1]}), seed {case.seed}; "
     if case.url is not None:
-        return words + f"{len(models)} models in turn"
+        return words + f"models in turn: {len(models)}"
     if case.adapter_dirs:
         return words + f"adapters {', '.join(str(model) for model in models)} in turn"
     if not case.adapters:
         return words + "base model"
-    return words + f"{case.adapters} synthetic adapters in turn, ranks {case.adapter_ranks} on {case.adapter_targets}"
+    ranks = ", ".join(str(rank) for rank in dict.fromkeys(case.ranks))
+    what = f"{case.adapters} synthetic adapters in turn" if case.adapters > 1 else "one synthetic adapter"
+    return words + f"{what}, rank {ranks} on {case.adapter_targets}"
