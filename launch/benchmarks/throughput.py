@@ -185,7 +185,9 @@ def _system(deployment: Deployment) -> System:
 
 
 def _case_in_words(case: ThroughputCase, models: list[str | None], ids_range: tuple[int, int]) -> str:
-    name = f"{case.case}: " if case.case else ""
+    preset = PRESETS[case.case] if case.case else {}
+    changed = any(getattr(case, name) != value for name, value in preset.items())
+    name = f"{case.case}{' with changes' if changed else ''}: " if case.case else ""
     together = "all at once" if case.concurrency is None else f"{case.concurrency} at a time"
     words = f"{name}{case.requests} requests, {together}, of {case.prompt_tokens} prompt + {case.new_tokens} new tokens"
     words += f", greedy, ignore_eos; prompts random ids in [{ids_range[0]}, {ids_range[1]}), seed {case.seed}; "

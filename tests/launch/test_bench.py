@@ -100,10 +100,13 @@ def test_report_says_when_programs_compiled_and_answers_were_short(report):
 
 def test_real_adapters_serve_in_turn_and_too_little_memory_is_refused():
     directories = tuple(str(PACK / "adapters" / name) for name in ("plain_qv", "all_linear"))
-    case = dataclasses.replace(CASE, adapters=0, adapter_dirs=(",".join(directories),), runs=1, concurrency=2)
+    case = dataclasses.replace(
+        CASE, adapters=0, adapter_dirs=(",".join(directories),), runs=1, concurrency=2, case="peers-1"
+    )
     got = run_throughput(case, ENGINE, command="", log=quiet()).as_json()
     assert_consistent(got)
     assert "2 at a time" in got["case"]
+    assert got["case"].startswith("peers-1 with changes: 4 requests")
     assert "adapters all_linear, plain_qv in turn" in got["case"]
     big = dataclasses.replace(CASE, adapters=1, adapter_ranks="200", device_adapter_mb=1)
     with pytest.raises(StartError, match="rank 200 does not fit the device budget"):
