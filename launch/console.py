@@ -48,15 +48,15 @@ class StageLog(build.Progress):
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total)
 
-    def end(self) -> None:
-        """Ends the stage that runs, if any, with a line of what it did and how long it took."""
+    def end(self, *, failed: bool = False) -> None:
+        """Ends the stage that runs, if any; one that did not fail with a line of what it did and how long it took."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._name is not None:
+        if self._name is not None and not failed:
             amount = in_bytes(self._total) if self._name == "weights" else str(self._total)
             self.say(self._name, f"{amount} in {time.monotonic() - self._started_s:.1f} s")
-            self._name = None
+        self._name = None
 
 
 def in_bytes(size: float) -> str:

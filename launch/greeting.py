@@ -25,8 +25,10 @@ def print_greeting(state: ServerState, port: int, *, log: StageLog) -> None:
         log.say("caution", f"anyone who reaches {state.config.host} can use this server: set --api_key")
     log.say("ready", url)
     base = state.model_names[0]
-    for model, chat in ((base, True), (adapters[-1], True) if adapters else (base, False)):
-        print(f"\n{curl_line(state, url, model, chat=chat)}", flush=True)
+    asked = ((base, True), (adapters[-1], True) if adapters else (base, False))
+    # A base without a chat template and without adapters has only one line to show.
+    for line in dict.fromkeys(curl_line(state, url, model, chat=chat) for model, chat in asked):
+        print(f"\n{line}", flush=True)
 
 
 def curl_line(state: ServerState, url: str, model: str, *, chat: bool) -> str:

@@ -93,9 +93,12 @@ def start_engine(
     try:
         deployment = build_engine(config, model_name=model_name, progress=log)
     except (ValueError, OSError) as error:
+        log.end(failed=True)
         raise StartError(str(error)) from error
-    finally:
-        log.end()
+    except BaseException:
+        log.end(failed=True)
+        raise
+    log.end()
     _load_adapters(deployment, adapters, {} if shipped is None else shipped, log=log)
     _print_memory(deployment, log)
     deployment.engine.start()
@@ -139,7 +142,7 @@ def _load_adapters(
             deployment.engine.load_adapter(name, path)
         except (ValueError, OSError) as error:
             if name in adapters:
-                log.end()
+                log.end(failed=True)
                 raise StartError(f"adapter {name!r} from {path}: {error}") from error
             log.say("left out", f"adapter {name!r}: {error}")
         log.advance(number, len(wanted))

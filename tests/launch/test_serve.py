@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pathlib
 import re
@@ -17,13 +18,14 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from rich.console import Console
 
-from launch.console import in_bytes
+from launch.console import StageLog, in_bytes
 from launch.flags import StartError
 from launch.greeting import server_url
 from launch.http import HttpConfig
 from launch.serve import check
-from launch.startup import parse_lora_modules, read_template, shipped_adapters
+from launch.startup import parse_lora_modules, read_template, shipped_adapters, start_engine
 from plora_jax.engine.build import EngineConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -288,3 +290,28 @@ def test_server_url_is_one_that_a_client_here_can_use(host, url):
 
 def test_in_bytes_reads_well():
     assert [in_bytes(n) for n in (0, 999, 1000, 269e6, 1.07e9)] == ["0 B", "999 B", "1 kB", "269 MB", "1.07 GB"]
+
+
+def test_model_that_is_not_there_fails_without_a_claim_that_it_was_loaded(tmp_path):
+    out = io.StringIO()
+    with pytest.raises(StartError, match="nowhere does not exist"):
+        start_engine(
+            EngineConfig(model="/nowhere", compilation_cache_dir=str(tmp_path)), {}, log=StageLog(Console(file=out))
+        )
+    assert out.getvalue() == "weights     loading the base model ...\n"
+
+
+def test_adapters_without_lora_are_refused_before_anything_is_loaded():
+    with pytest.raises(StartError, match="--lora_modules needs --enable_lora"):
+        start_engine(EngineConfig(model="/nowhere", enable_lora=False), {"a": "/a"}, log=StageLog(Console(quiet=True)))
+
+
+def test_stage_log_shows_a_bar_in_a_terminal_and_a_line_at_the_end():
+    out = io.StringIO()
+    log = StageLog(Console(file=out, force_terminal=True, width=80))
+    log.stage("programs")
+    log.advance(1, 2)
+    log.advance(2, 2)
+    log.end()
+    assert "compiling programs" in out.getvalue()
+    assert "programs    2 in 0.0 s" in out.getvalue()
