@@ -106,11 +106,11 @@ class Bench:
             config = TrainConfig()
             trainer = Trainer(self._model.config, config, total_steps=1)
             return trainer.evaluate(self._model.params, trainer.init().lora, batches)
-        config, lora = _stacked(adapter, self._model.config.num_layers)
+        config, lora = stacked(adapter, self._model.config.num_layers)
         return Trainer(self._model.config, config, total_steps=1).evaluate(self._model.params, lora, batches)
 
 
-def _stacked(adapter: Adapter, num_layers: int) -> tuple[TrainConfig, LoraParams]:
+def stacked(adapter: Adapter, num_layers: int) -> tuple[TrainConfig, LoraParams]:
     """An adapter of one rank and scale, on the same projections of every layer, as the trainer holds it."""
     first = next(iter(adapter.modules.values()))
     targets = tuple(sorted({module.projection for module in adapter.modules}))

@@ -3,11 +3,16 @@
 import json
 import pathlib
 
+import jax
+import numpy as np
 import pytest
+from safetensors import safe_open
 
 import launch.default
 from launch.default.behaviour import MEASURES
-from plora_jax.training import read_records
+from launch.default.measure import stacked
+from plora_jax.config import ModelConfig, RopeConfig
+from plora_jax.training import TrainConfig, init_lora, read_records, to_adapter
 
 HOME = pathlib.Path(launch.default.__file__).parent
 
@@ -52,3 +57,37 @@ def test_data_held_out_questions_are_new_and_none_is_repeated(behaviour):
 )
 def test_measures_tell_behaviour_apart(behaviour, text, passes):
     assert MEASURES[behaviour](text) is passes
+
+
+@pytest.mark.parametrize("behaviour", MEASURES)
+def test_shipped_adapter_is_bfloat16_of_rank_16_and_under_2_mb(behaviour):
+    file = HOME / "adapters" / behaviour / "adapter_model.safetensors"
+    assert file.stat().st_size < 2_000_000
+    config = json.loads((file.parent / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (16, 32, ["q_proj", "v_proj"])
+    with safe_open(file, "numpy") as tensors:
+        names = list(tensors.keys())
+        assert len(names) == 30 * 2 * 2
+        assert {tensors.get_slice(name).get_dtype() for name in names} == {"BF16"}
+
+
+def test_stacked_is_what_the_adapter_was_made_of():
+    model = ModelConfig(
+        architecture="llama",
+        vocab_size=8,
+        hidden_size=6,
+        intermediate_size=10,
+        num_layers=3,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        max_position=16,
+        norm_eps=1e-6,
+        rope=RopeConfig(theta=10000.0),
+        query_scale=0.5,
+    )
+    config = TrainConfig(rank=2, alpha=6, targets=("q_proj", "down_proj"))
+    lora = init_lora(model, config)
+    again, found = stacked(to_adapter(lora, config, name="x", base="tiny"), model.num_layers)
+    assert (again.rank, again.scale) == (2, 3.0)
+    jax.tree.map(np.testing.assert_array_equal, found, lora)
