@@ -27,7 +27,7 @@ from plora_jax.engine.batch import (
 from plora_jax.engine.outputs import TokenLogprobs
 from plora_jax.engine.plan import Row, RowResult, StepPlan
 from plora_jax.engine.step import PromptLogprobs, StepResult, StepStrategies, make_step
-from plora_jax.model import Params
+from plora_jax.model import Params, stack_as_raw
 from strategies import Kernels, KvPages, choose_kernels
 
 
@@ -71,7 +71,7 @@ class JaxExecutor:
         kernels: Kernels | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._params, self._adapters, self._dtype, self._mesh = params, adapters, np.dtype(dtype), mesh
+        self._params, self._adapters, self._dtype, self._mesh = stack_as_raw(params), adapters, np.dtype(dtype), mesh
         self._shape = BatchShape(max_model_len, page_tokens, adapters.num_slots if adapters else 1)
         self._buckets = lattice(max_num_seqs, max_prefill_tokens)
         self._width = max_num_seqs

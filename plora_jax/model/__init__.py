@@ -1,7 +1,7 @@
 """The base model: Flax modules, and pure functions over a stacked parameter tree."""
 
-from plora_jax.model.decoder import Decoder, Params
+from plora_jax.model.decoder import Decoder, Params, stack_as_raw
 from plora_jax.model.dense import LoraWeights, forward_full
 from plora_jax.model.layers import Context, LayerConstants
 
-__all__ = ["Context", "Decoder", "LayerConstants", "LoraWeights", "Params", "forward_full"]
+__all__ = ["Context", "Decoder", "LayerConstants", "LoraWeights", "Params", "forward_full", "stack_as_raw"]

@@ -15,12 +15,27 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from memory_pool import from_raw, to_raw
 from plora_jax.config import ModelConfig
 from plora_jax.model.layers import Context, DecoderLayer, LayerConstants, matmul, rms_norm
 from plora_jax.model.rope import inverse_frequencies
 from strategies import NO_WINDOW
 
 Params = Mapping[str, Any]
+
+
+def stack_as_raw(params: Params) -> Params:
+    """The same tree with 16-bit layer weights kept as raw bits, which `Decoder.layers` takes as well.
+
+    XLA on the CPU converts a stacked bfloat16 array to float32 as a whole before it takes a layer's slice of it in a
+    loop: 180 ms instead of 40 a step of the default model. Raw bits are sliced as they are.
+    """
+    layers = {n: to_raw(w) if w.dtype.itemsize == 2 and not _is_raw(w) else w for n, w in params["layers"].items()}
+    return {**params, "layers": layers}
+
+
+def _is_raw(weight: Any) -> bool:
+    return jnp.issubdtype(weight.dtype, jnp.unsignedinteger)
 
 
 class Decoder:
@@ -51,7 +66,8 @@ class Decoder:
 
     def embed(self, params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
         """Token ids [...] int32 to the residual stream [..., D]."""
-        x = params["embedding"].at[tokens].get(mode="promise_in_bounds").astype(dtype)
+        table = params["embedding"]
+        x = from_raw(to_raw(table).at[tokens].get(mode="promise_in_bounds"), table.dtype).astype(dtype)
         if self.config.embed_scale != 1.0:
             x = x * jnp.asarray(self.config.embed_scale, dtype)
         return x
@@ -71,6 +87,7 @@ class Decoder:
 
         def body(carry: tuple[jax.Array, Any], layer: tuple[Any, LayerConstants]) -> tuple[tuple[jax.Array, Any], None]:
             weights, constants = layer
+            weights = {name: from_raw(w, x.dtype) if _is_raw(w) else w for name, w in weights.items()}
             state = jax.tree.unflatten(self._treedef, [weights[name] for name in self._names])
             module = cast(DecoderLayer, nnx.merge(self._graph, state))
             return module(*carry, context, constants), None

@@ -209,71 +209,45 @@ void LoraDelta(ffi::ThreadPool& pool, const T* x, int tokens, int width, const s
   constexpr bool kHalf = sizeof(T) == 2;
   std::vector<float> wide(static_cast<size_t>(tokens) * width);
   for (size_t i = 0; i < wide.size(); ++i) wide[i] = Widen(x[i]);
-  // Shrink: one task is a few components of one segment, for all projections.
-  constexpr int kRows = 8;
-  struct Task {
-    int segment, first;
-  };
-  std::vector<Task> tasks;
-  std::vector<size_t> start(segments.size());
-  size_t total = 0;
+  // One task is one adapter: its shrink, then its expand. Segments share no token, so no task waits for another; the
+  // largest go first, and little work is not worth waking another thread.
+  std::vector<int> order;
+  int64_t elements = 0;
   for (size_t s = 0; s < segments.size(); ++s) {
-    start[s] = total;
     if (segments[s].tokens.empty()) continue;
-    total += segments[s].tokens.size() * segments[s].count;
-    for (int r = 0; r < segments[s].count; r += kRows) tasks.push_back({static_cast<int>(s), r});
+    order.push_back(s);
+    for (const auto& p : projections) elements += static_cast<int64_t>(segments[s].count) * (width + p.out);
   }
-  std::vector<float> shrunk(total * projections.size());
-  Parallel(pool, tasks.size(), [&](int index) {
-    const Task task = tasks[index];
-    const Segment& segment = segments[task.segment];
-    int last = std::min(task.first + kRows, segment.count);
-    for (size_t p = 0; p < projections.size(); ++p) {
-      float* m = shrunk.data() + p * total + start[task.segment];
-      for (int r = task.first; r < last; ++r) {
+  auto work = [&](int s) { return static_cast<int64_t>(segments[s].count) * segments[s].tokens.size(); };
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return work(a) > work(b); });
+  auto run = [&](int index) {
+    const Segment& segment = segments[order[index]];
+    std::vector<float> shrunk(segment.tokens.size() * segment.count);
+    std::vector<const T*> rows(segment.count);
+    for (const auto& projection : projections) {
+      int used = 0;  // components are used from the front, so those up to the last used one are all there is to read
+      std::fill(shrunk.begin(), shrunk.end(), 0.0f);
+      for (int r = 0; r < segment.count; ++r) {
         int64_t slot = slots[segment.first + r];
-        float scale = projections[p].scale[slot];
-        if (scale == 0.0f) continue;  // the component is padding here: shrunk is zero already
-        Shrink(wide.data(), width, projections[p].a + slot * width, segment.tokens, scale, m + r, segment.count);
-        if (kHalf) {
-          for (size_t i = 0; i < segment.tokens.size(); ++i) {
-            float& v = m[i * segment.count + r];
-            v = RoundToBfloat16(v);
-          }
-        }
+        rows[r] = projection.b + slot * projection.out;
+        float scale = projection.scale[slot];
+        if (scale == 0.0f) continue;
+        used = r + 1;
+        Shrink(wide.data(), width, projection.a + slot * width, segment.tokens, scale, shrunk.data() + r, segment.count);
       }
+      if (kHalf) {
+        for (float& value : shrunk) value = RoundToBfloat16(value);
+      }
+      Expand(shrunk.data(), segment.count, rows.data(), used, segment.tokens, projection.y, projection.out, 0,
+             projection.out);
     }
-  });
-  // Expand: one task is a stripe of columns of one segment and one projection; stripes share no output.
-  constexpr int kColumns = 512;
-  struct Stripe {
-    int segment, projection, begin;
   };
-  std::vector<Stripe> stripes;
-  for (size_t s = 0; s < segments.size(); ++s) {
-    if (segments[s].tokens.empty()) continue;
-    for (size_t p = 0; p < projections.size(); ++p) {
-      for (int c = 0; c < projections[p].out; c += kColumns) stripes.push_back({static_cast<int>(s), static_cast<int>(p), c});
-    }
+  constexpr int64_t kWorthAThread = 1 << 16;
+  if (elements < kWorthAThread) {
+    for (size_t i = 0; i < order.size(); ++i) run(i);
+  } else {
+    Parallel(pool, order.size(), run);
   }
-  Parallel(pool, stripes.size(), [&](int index) {
-    const Stripe stripe = stripes[index];
-    const Segment& segment = segments[stripe.segment];
-    const Projection<T>& projection = projections[stripe.projection];
-    std::vector<const T*> rows;
-    std::vector<int> used;
-    for (int r = 0; r < segment.count; ++r) {
-      int64_t slot = slots[segment.first + r];
-      rows.push_back(projection.b + slot * projection.out);
-      if (projection.scale[slot] != 0.0f) used.push_back(r);
-    }
-    if (used.empty()) return;
-    // Components are used from the front, so those up to the last used one are all there is to read.
-    int count = used.back() + 1;
-    const float* m = shrunk.data() + stripe.projection * total + start[stripe.segment];
-    int end = std::min(stripe.begin + kColumns, projection.out);
-    Expand(m, segment.count, rows.data(), count, segment.tokens, projection.y, projection.out, stripe.begin, end);
-  });
 }
 
 template <typename T>
