@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TENSOR_AXIS = "tensor"
+POOL, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def one_device_mesh() -> Mesh:
@@ -40,7 +41,7 @@ def allocate(shape: tuple[int, ...], dtype: np.dtype | type, sharding: NamedShar
         dtype: of the array.
         sharding: device or pool sharding.
     """
-    space = jax.memory.Space.Host if sharding.memory_kind == "pinned_host" else jax.memory.Space.Device
+    space = POOL if sharding.memory_kind == "pinned_host" else DEVICE
     make = jax.jit(lambda: jax.device_put(jax.numpy.zeros(shape, dtype), space), out_shardings=sharding)
     return make()
 
@@ -50,10 +51,20 @@ def store_in_pool(array: np.ndarray, mesh: Mesh) -> jax.Array:
     return jax.device_put(array, pool_sharding(mesh))
 
 
+def to_device(x: jax.Array) -> jax.Array:
+    """Inside a traced function: brings a pool array over the link; its bytes count as read from the pool."""
+    return jax.device_put(x, DEVICE)
+
+
+def to_pool(x: jax.Array) -> jax.Array:
+    """Inside a traced function: sends a device array over the link; its bytes count as written to the pool."""
+    return jax.device_put(x, POOL)
+
+
 @functools.partial(jax.jit, donate_argnames="device_rows")
 def _write_rows(device_rows: Any, piece: Any, slots: jax.Array) -> Any:
     def write(rows: jax.Array, new: jax.Array) -> jax.Array:
-        return rows.at[:, slots].set(jax.device_put(new, jax.memory.Space.Device), mode="promise_in_bounds")
+        return rows.at[:, slots].set(to_device(new), mode="promise_in_bounds")
 
     return jax.tree.map(write, device_rows, piece)
 

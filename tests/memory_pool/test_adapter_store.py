@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memory_pool import AdapterStore, CapacityError, Crossing, Ledger, one_device_mesh
+from memory_pool import AdapterStore, CapacityError, Crossing, Ledger, audit, link, one_device_mesh
 from memory_pool.adapter_store import PIECE_ROWS
 
 PROJECTIONS = {"q": (6, 4), "v": (2, 4)}
@@ -174,3 +174,14 @@ def test_store_random_operations_keep_integrity(operations):
     for identity in retired:
         with pytest.raises(KeyError):
             store.status(identity)
+
+
+def test_promotion_counted_by_the_ledger_equals_the_audit():
+    ledger = Ledger()
+    store = make_store(40, ledger)
+    store.put(make_adapter(1, {(0, "q"): 11}))
+    pieces = store._entries[1].pieces
+    slots = np.zeros(PIECE_ROWS, np.int32)
+    audited = sum(audit(link.copy_rows_to_device, store.device_rows, piece, slots).to_device for piece in pieces)
+    store.acquire(1)
+    assert ledger.totals()[LOADED].moved == audited
