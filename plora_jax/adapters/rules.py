@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from plora_jax.adapters.adapter import AdapterError
+from plora_jax.adapters.patterns import anchored, check_pattern
 
 PEFT_DEFAULT_RANK = 8
 PEFT_DEFAULT_ALPHA = 8
@@ -128,15 +129,15 @@ class _Reader:
             raise self.error(field, patterns, "an object of values by regex")
         for key in patterns:
             try:
-                re.compile(_anchored(key))
-            except re.error as error:
-                raise self.error(f"a key of {field}", key, f"a regex ({error})") from None
+                check_pattern(key)
+            except ValueError as error:
+                raise self.error(f"a key of {field}", _cut(key), str(error)) from None
         return {key: read(f"{field}[{key!r}]", value) for key, value in patterns.items()}
 
 
-def _anchored(key: str) -> str:
-    return rf"(.*\.)?({key})$"
+def _cut(key: str, most: int = 80) -> str:
+    return key if len(key) <= most else f"{key[:most]}..."
 
 
 def _first_match(patterns: Mapping[str, Any], module: str) -> str | None:
-    return next((key for key in patterns if re.match(_anchored(key), module)), None)
+    return next((key for key in patterns if re.match(anchored(key), module)), None)

@@ -1,5 +1,6 @@
 import math
 import re
+import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -78,3 +79,49 @@ def test_module_rule_agrees_with_suffix_matching_for_plain_keys(keys, layer, lea
     pattern = {k: i + 1 for i, k in enumerate(keys)}
     wanted = next((rank for k, rank in pattern.items() if f".{module}".endswith(f".{k}")), 8)
     assert module_rule(LoraRules(rank_pattern=pattern), module).rank == wanted
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "q_proj",
+        r"model\.layers\.(0|1|10|11)\.self_attn\.(q_proj|k_proj|v_proj)",
+        r".*layers\.\d+\..*q_proj",
+        r"(?:model\.)?layers\.[0-9]+\.(?:self_attn|mlp)\.\w+_proj",
+        r"^(?!.*vision).*q_proj",
+        "(" + "|".join(f"layers.{i}.mlp.up_proj" for i in range(16)) + ")",
+    ],
+)
+def test_read_rules_takes_regexes_that_people_write(key):
+    assert list(read_rules({"rank_pattern": {key: 4}}, name="a").rank_pattern) == [key]
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        (r"(\w+)+!", "quick to match"),
+        (r"(\w+\.?)*!", "quick to match"),
+        (r"(o|o|de)+!", "quick to match"),
+        (r"((\w|\w\w){2}){40}", "quick to match"),
+        ("(a?)" * 40 + "!", "quick to match"),
+        (".*" * 8 + "!", "quick to match"),
+        ("(){4000000000}", "quick to match"),
+        (r"(.)\1", "found GROUPREF"),
+        ("x" * 501, "at most 500 characters, not 501"),
+        ("(?i:ab|AB)" * 40 + "!", "without flags"),
+        ("a)|(b", "a regex (unbalanced parenthesis"),
+        ("a{99999999999999999999}", "a regex ("),
+    ],
+)
+def test_read_rules_refuses_regexes_that_may_take_forever(field, key, text):
+    with pytest.raises(AdapterError, match=f"a key of {field} .*it must be ") as caught:
+        read_rules({field: {key: 4}}, name="a")
+    assert text in str(caught.value)
+
+
+def test_read_rules_slowest_regex_that_is_taken_matches_within_a_second():
+    rules = read_rules({"rank_pattern": {".*.*.*(!|o?!)": 4}}, name="a")
+    begin = time.perf_counter()
+    assert module_rule(rules, "o" * 64).rank == 8
+    assert time.perf_counter() - begin < 1
