@@ -13,6 +13,7 @@ from launch.http.adapter_paths import name_problem
 from plora_jax.checkpoints import DEFAULT_MODEL
 from plora_jax.engine.build import Deployment, EngineConfig, build_engine
 from plora_jax.tokenizer import Tokenizer
+from strategies import describe_kernels
 
 SHIPPED_ADAPTERS = pathlib.Path(__file__).parent / "default" / "adapters"
 """A PEFT directory for each adapter that comes with the default model."""
@@ -159,3 +160,4 @@ def _print_memory(deployment: Deployment, log: StageLog) -> None:
     log.say("memory", f"{in_bytes(sum(sizes.values()))} on the device: {parts}")
     tokens = deployment.num_pages * limits.page_tokens
     log.say("context", f"{limits.max_model_len} tokens a sequence; the KV cache holds {tokens} tokens")
+    log.say("kernels", describe_kernels(deployment.executor.kernels))

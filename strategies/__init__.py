@@ -1,7 +1,7 @@
 """LoRA and attention strategies as functions over device state, and the tables that name them."""
 
 from strategies.attention import CHUNK_TOKENS, NO_WINDOW, AttentionLane, HeadMaths, KvPages, KvWrite, write_kv
-from strategies.kernels import Kernel, Kernels, KernelSet, choose_kernels
+from strategies.kernels import Kernel, Kernels, KernelSet, choose_kernels, describe_kernels
 from strategies.lora import BASE, CHUNK_ROWS, NOBODY, LoraLane
 from strategies.registry import ATTENTION, LORA, AttentionStrategy, LoraStrategy
 
@@ -24,5 +24,6 @@ __all__ = [
     "LoraLane",
     "LoraStrategy",
     "choose_kernels",
+    "describe_kernels",
     "write_kv",
 ]

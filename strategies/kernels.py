@@ -67,3 +67,20 @@ def choose_kernels(platform: str | None = None) -> Kernels:
         KernelSet(best(DECODE_LORA, _XLA_LORA), best(DECODE_ATTENTION, _XLA_ATTENTION)),
         KernelSet(best(PREFILL_LORA, _XLA_LORA), best(PREFILL_ATTENTION, _XLA_ATTENTION)),
     )
+
+
+def describe_kernels(kernels: Kernels, platform: str | None = None) -> str:
+    """One line for people: what was chosen, and why something faster was not."""
+    platform = platform or jax.local_devices()[0].platform
+    parts = [
+        f"{phase} {what} {getattr(chosen, what).name}"
+        for phase, chosen in kernels._asdict().items()
+        for what in ("lora", "attention")
+    ]
+    reasons = {
+        f"no {kernel.name}: {reason}"
+        for table in (DECODE_LORA, PREFILL_LORA, DECODE_ATTENTION, PREFILL_ATTENTION)
+        for kernel in table.get(platform, ())
+        if (reason := kernel.unsupported())
+    }
+    return ", ".join(parts) + "".join(f" ({reason})" for reason in sorted(reasons))

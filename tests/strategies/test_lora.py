@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory_pool import AdapterRows
-from strategies import BASE, CHUNK_ROWS, NOBODY, LoraLane
+from strategies import BASE, CHUNK_ROWS, NOBODY, Kernel, LoraLane, choose_kernels, describe_kernels
+from strategies import kernels as kernels_module
 from strategies.kernels import DECODE_LORA
+from strategies.native import build as native_build
 
 KERNELS = [k for k in DECODE_LORA["cpu"] if k.unsupported() is None]
 LAYERS = 2
@@ -86,3 +88,13 @@ def test_lora_kernel_same_row_elsewhere_is_bit_equal(kernel):
 def test_kernel_table_on_this_machine_ends_with_the_reference():
     assert DECODE_LORA["cpu"][-1].name == "xla"
     assert DECODE_LORA["cpu"][-1].unsupported() is None
+
+
+def test_choose_kernels_without_the_native_ones_says_why(monkeypatch):
+    monkeypatch.setattr(native_build, "unavailable", lambda: "no C++ compiler (g++ or clang++) was found")
+    table = (Kernel("native", None, lambda: native_build.unavailable()), DECODE_LORA["cpu"][-1])
+    monkeypatch.setattr(kernels_module, "DECODE_LORA", {"cpu": table})
+    chosen = choose_kernels("cpu")
+    assert chosen.decode.lora.name == "xla"
+    assert "decode lora xla" in describe_kernels(chosen, "cpu")
+    assert describe_kernels(chosen, "cpu").endswith("(no native: no C++ compiler (g++ or clang++) was found)")
