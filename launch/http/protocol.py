@@ -162,6 +162,12 @@ class CompletionRequest(GenerationRequest):
         return self.sampling(**overrides)
 
 
+_NOT_FOR_TEMPLATES = {
+    "template": "the server's template is used",
+    "add_generation_prompt": "give it as a field of the request",
+}
+
+
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
@@ -183,9 +189,10 @@ class ChatRequest(GenerationRequest):
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt cannot both be true."
             raise ApiError(400, message, param="continue_final_message")
-        if "template" in (self.chat_template_kwargs or {}):
-            message = "chat_template_kwargs may not hold 'template'; the server's template is used."
-            raise ApiError(400, message, param="chat_template_kwargs")
+        for name, instead in _NOT_FOR_TEMPLATES.items():
+            if name in (self.chat_template_kwargs or {}):
+                message = f"chat_template_kwargs may not hold {name!r}; {instead}."
+                raise ApiError(400, message, param="chat_template_kwargs")
         for index, message in enumerate(self.messages):
             _check_message(index, message)
         return self

@@ -102,8 +102,6 @@ class SamplingParams:
         need(all(t in known for t in self.stop_token_ids), "stop_token_ids", ids)
         need(all(t in known for t in self.logit_bias), "logit_bias", ids)
         need(all(-100 <= b <= 100 for b in self.logit_bias.values()), "logit_bias", "values between -100 and 100")
-        need(
-            len(self.logit_bias) + len(self.stop_token_ids) <= MAX_BIAS_ENTRIES - 16,
-            "logit_bias",
-            f"at most {MAX_BIAS_ENTRIES - 16} entries, stop_token_ids counted",
-        )
+        longer, other = sorted(("logit_bias", "stop_token_ids"), key=lambda param: -len(getattr(self, param)))
+        entries, most = len(self.logit_bias) + len(self.stop_token_ids), MAX_BIAS_ENTRIES - 16
+        need(entries <= most, longer, f"at most {most} entries, those of {other} counted")

@@ -39,6 +39,7 @@ _BAD_BOTH = [
     ({"stop": [""]}, "stop", "not empty"),
     ({"stop": 3}, "stop", "list"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "vocabulary"),
+    ({"stop_token_ids": [1] * 500}, "stop_token_ids", "at most 496 entries, those of logit_bias counted"),
     ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
     ({"max_tokens": 300}, "max_tokens", "256 tokens"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most"),
@@ -82,6 +83,7 @@ _BAD_CHAT = [
     ({"max_completion_tokens": 300}, "max_completion_tokens", "256 tokens"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
     ({"chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs", "'template'"),
+    ({"chat_template_kwargs": {"add_generation_prompt": True}}, "chat_template_kwargs", "a field of the request"),
     ({"chat_template_kwargs": {"messages": []}}, "messages", "may not be named"),
 ]
 
