@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
 import threading
 from pathlib import Path
 
 import jax
+
+logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -32,14 +36,24 @@ class CompileCounter:
 counter = CompileCounter()
 
 
-def use_persistent_cache(directory: str | os.PathLike[str]) -> None:
+def use_persistent_cache(directory: str | os.PathLike[str]) -> bool:
     """Keeps compiled programs in `directory`, so that a later start reads them instead of compiling.
+
+    Returns:
+        Whether it can be written; if not, a warning says why and every start compiles.
 
     Mutates:
         The process-wide JAX configuration.
     """
     path = Path(directory).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        logger.warning("compiled programs are not kept: %s; set --compilation_cache_dir to a folder of yours", error)
+        return False
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return True

@@ -34,11 +34,11 @@ def unavailable() -> str | None:
         return "no C++ compiler (g++ or clang++) was found"
     try:
         library = ctypes.CDLL(str(_library(compiler)))
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr or "").strip().splitlines() or ["it said nothing"]
+        return f"{compiler} could not build {_SOURCE.name} (exit status {error.returncode}): {said[0]}"
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
-        return (
-            f"{compiler} could not build {_SOURCE.name}: {detail.strip().splitlines()[0] if detail.strip() else error}"
-        )
+        return f"{_SOURCE.name} could not be built: {error}"
     for target in _TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     return None

@@ -1,0 +1,42 @@
+"""What happens where the native kernels cannot be built."""
+
+import pytest
+
+from strategies.native import build
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("PLORA_NATIVE_DIR", str(tmp_path))
+    monkeypatch.delenv("PLORA_NATIVE", raising=False)
+
+
+def unavailable():
+    return build.unavailable.__wrapped__()
+
+
+def test_unavailable_without_a_compiler_says_so(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert unavailable() == "no C++ compiler (g++ or clang++) was found"
+
+
+def test_unavailable_switched_off_says_so(monkeypatch):
+    monkeypatch.setenv("PLORA_NATIVE", "0")
+    assert unavailable() == "switched off by PLORA_NATIVE=0"
+
+
+def test_unavailable_compiler_that_fails_gives_its_first_line_and_leaves_no_file(monkeypatch, tmp_path):
+    compiler = tmp_path / "cxx"
+    compiler.write_text("#!/bin/sh\necho 'fatal: out of patience' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert unavailable() == f"{compiler} could not build kernels.cc (exit status 3): fatal: out of patience"
+    assert [p.name for p in tmp_path.iterdir()] == ["cxx"]
+
+
+def test_unavailable_folder_that_cannot_be_written_says_why(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PLORA_NATIVE_DIR", str(tmp_path / "file" / "native"))
+    monkeypatch.setenv("CXX", "/bin/sh")
+    assert unavailable().startswith("kernels.cc could not be built: ")
