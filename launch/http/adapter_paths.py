@@ -27,6 +27,8 @@ def name_problem(name: str, base_names: tuple[str, ...]) -> str | None:
         return f"an adapter's name must not be a path, got {name!r}: leave out '/' and '\\', and '.' and '..' alone"
     if any(unicodedata.category(c) in ("Cc", "Cs") for c in name):
         return f"an adapter's name must not hold control characters, got {name!r}"
+    if "," in name:
+        return f"an adapter's name must not hold a comma, got {name!r}: metrics list names with commas between"
     if name in base_names:
         return f"{name!r} is the base model's name: choose another"
     return None

@@ -216,9 +216,11 @@ class Engine:
         """Counters and gauges of now. Any thread."""
         scheduler = self._scheduler.stats()
         prompt_tokens, generation_tokens, finished = self._recorder.counters()
+        in_step = self._scheduler.running
+        waits = [seq for seq in self._loop.sequences() if seq not in in_step]
         running, waiting = (
             tuple(sorted({name for seq in queue if (name := self._table.name_of(seq.adapter_id))}))
-            for queue in (self._scheduler.running, self._scheduler.waiting)
+            for queue in (in_step, waits)
         )
         return EngineStats(
             running=scheduler.running,

@@ -16,7 +16,7 @@ from plora_jax.engine.clock import Clock
 from plora_jax.engine.errors import EngineDeadError, OverloadedError
 from plora_jax.engine.generation import Generation
 from plora_jax.engine.outputs import Delta
-from plora_jax.engine.plan import Executor, Row, RowResult, StepPlan
+from plora_jax.engine.plan import Executor, Row, RowResult, Sequence, StepPlan
 from plora_jax.engine.scheduler import Scheduler
 from plora_jax.engine.stats import Recorder
 from plora_jax.engine.stream import TokenStream
@@ -80,6 +80,11 @@ class EngineLoop:
     def num_live(self) -> int:
         """Completions in flight."""
         return len(self._live)
+
+    def sequences(self) -> list[Sequence]:
+        """All in flight, those not yet seen by the scheduler as well. Any thread."""
+        with self._lock:
+            return [live.stream.sequence for live in self._live.values()]
 
     def enter(self, count: int, make: Callable[[], list[Live]]) -> list[Live]:
         """Takes completions in, all or none. Any thread.

@@ -125,6 +125,12 @@ def test_name_that_is_no_name_is_refused(client, name):
     assert client.get("/v1/adapters").json()["data"] == []
 
 
+def test_adapter_name_with_a_comma_is_refused_since_metrics_list_names() -> None:
+    assert name_problem("a,b", ("base",)) == (
+        "an adapter's name must not hold a comma, got 'a,b': metrics list names with commas between"
+    )
+
+
 def test_ordinary_names_are_fine():
     assert all(name_problem(name, ("base",)) is None for name in ("x", "a.b-c_d:1", "Ünïcode 漢字", "x" * 255))
 

@@ -66,6 +66,15 @@ def test_unload_while_only_waiting_keeps_the_load_until_served() -> None:
     assert rig.store.kept == set()
 
 
+def test_stats_name_the_adapters_of_requests_the_loop_has_not_seen_yet() -> None:
+    rig = make_rig()
+    rig.load("a")
+    rig.engine._loop.post = lambda command: None  # the command that hands the request to the scheduler stays unread
+    rig.engine.submit([5], SamplingParams(max_tokens=2), adapter="a")
+    assert rig.engine.stats().waiting == 1
+    assert rig.engine.stats().waiting_adapters == ("a",)
+
+
 def test_unload_unused_frees_at_once_and_unknown_is_an_error() -> None:
     rig = make_rig()
     rig.load("a")
