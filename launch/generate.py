@@ -21,7 +21,7 @@ import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from absl import flags as absl_flags
 from rich.console import Console
@@ -87,13 +87,18 @@ def main() -> int:
     if prompt is None and config.raw:
         raise StartError("--raw needs a text to continue: give --prompt, --prompt_file or a pipe")
     adapters = parse_lora_modules(flags.read(AdapterFlags).lora_modules)
-    adapter, adapters = choose_adapter(config.adapter, adapters)
     template = read_template(config.chat_template)
     engine_config = flags.read(EngineConfig, seed=sampling.seed or 0)
+    shipped = shipped_adapters(engine_config)
+    adapter, adapters = choose_adapter(config.adapter, adapters, shipped=shipped)
     log = StageLog(Console(stderr=True))
-    deployment = start_engine(engine_config, adapters, log=log, shipped=shipped_adapters(engine_config))
+    deployment = start_engine(engine_config, adapters, log=log, shipped=shipped)
     engine = deployment.engine
     check_template(engine.tokenizer, template)
+    if template is None and not engine.tokenizer.chat_templates and not config.raw:
+        raise StartError(
+            "the model has no chat template: give one with --chat_template, or continue a text with --raw --prompt TEXT"
+        )
     try:
         sampling.validate(engine.vocab_size)
     except RequestError as error:
@@ -137,15 +142,27 @@ def read_prompt(config: GenerateConfig, *, piped: Callable[[], str] | None) -> s
     return prompt
 
 
-def choose_adapter(wanted: str | None, adapters: dict[str, str]) -> tuple[str | None, dict[str, str]]:
+def choose_adapter(
+    wanted: str | None, adapters: dict[str, str], *, shipped: Collection[str] = ()
+) -> tuple[str | None, dict[str, str]]:
     """The name of the adapter to start with, and all adapters to load, that one included.
 
     Args:
         wanted: a name or a directory.
         adapters: paths by name.
+        shipped: names of those that come with the model.
+
+    Raises:
+        StartError: it is neither.
     """
-    if wanted is None or wanted in adapters or not os.path.isdir(wanted):
+    if wanted is None or wanted in adapters or wanted in shipped:
         return wanted, adapters
+    if not os.path.isdir(wanted):
+        names = ", ".join(sorted({*adapters, *shipped})) or "none"
+        raise StartError(
+            f"--adapter {wanted!r} is no directory and names no adapter ({names}); for a name of your own give "
+            "--lora_modules NAME=PATH as well"
+        )
     name = os.path.basename(os.path.abspath(wanted))
     return name, {**adapters, name: wanted}
 

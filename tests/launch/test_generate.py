@@ -178,6 +178,22 @@ def test_adapter_is_a_name_or_a_directory(tmp_path):
     assert choose_adapter("a", {"a": "/a"}) == ("a", {"a": "/a"})
     assert choose_adapter(path, {"a": "/a"}) == ("sql", {"a": "/a", "sql": path})
     assert choose_adapter(path + "/", {}) == ("sql", {"sql": path + "/"})
+    assert choose_adapter("json", {}, shipped=["json"]) == ("json", {})
+
+
+def test_choose_adapter_that_is_nowhere_is_refused_with_the_names_there_are():
+    with pytest.raises(StartError, match=r"--adapter '/nowhere/sql' is no directory and names no adapter \(a, json\)"):
+        choose_adapter("/nowhere/sql", {"a": "/a"}, shipped=["json"])
+    with pytest.raises(StartError, match=r"names no adapter \(none\); .* --lora_modules NAME=PATH"):
+        choose_adapter("sql=/adapters/sql", {})
+
+
+def test_chat_without_a_chat_template_is_refused_with_the_ways_out():
+    command = [sys.executable, "-m", "launch.generate", f"--model={PACK / 'models' / 'llama'}", "--prompt=a"]
+    command += ["--device_kv_mb=1", "--device_adapter_mb=1", "--max_num_batched_tokens=32"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 2
+    assert "no chat template: give one with --chat_template, or continue a text with --raw --prompt" in ended.stderr
 
 
 def test_one_shot_with_a_real_model_and_adapter_prints_the_golden_text(tmp_path):
@@ -221,6 +237,8 @@ def test_chat_works_in_a_real_terminal():
         os.write(controller, b"Hi\n")
         wait_for(REPLY)
         wait_for("base> ")
+        # readline shows the prompt a moment before it waits; a signal in between is only seen with the next key.
+        time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         wait_for("ends the chat")
         os.write(controller, b"/quit\n")
