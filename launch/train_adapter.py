@@ -124,8 +124,12 @@ def main(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> int:
 
 
 def _train(options: RunConfig, config: TrainConfig, console: Console) -> int:
-    # The data files are read first: a bad line should not wait for the weights.
+    # First what needs no weights: a bad line or directory should not wait for them.
     train_records, held_out_records = _records(options, config)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"--output_dir {options.output_dir!r} cannot be made: {error}") from error
     with byte_progress("weights") as progress:
         model = load_model(options.model, dtype=options.dtype, progress=progress)
     config.validate(tuple(model.config.projections))

@@ -154,6 +154,12 @@ def test_train_adapter_bad_options_say_what_to_change(tmp_path, data, extra, pro
     assert problem in str(error.value)
 
 
+def test_train_adapter_output_dir_that_cannot_be_made_is_refused_before_the_weights(tmp_path, data):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartError, match=r"--output_dir '.*/file/out' cannot be made: .*Not a directory"):
+        _main(*_command(tmp_path, data, f"--output_dir={tmp_path / 'file' / 'out'}", "--model=/nowhere"))
+
+
 def test_define_flags_defaults_are_those_of_the_configuration():
     values = flags.FlagValues()
     define_flags(values)
