@@ -45,12 +45,12 @@ def use_persistent_cache(directory: str | os.PathLike[str]) -> bool:
     Mutates:
         The process-wide JAX configuration.
     """
-    path = Path(directory).expanduser()
     try:
+        path = Path(directory).expanduser()
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory to put for ~.
         logger.warning("compiled programs are not kept: %s; set --compilation_cache_dir to a folder of yours", error)
         return False
     jax.config.update("jax_compilation_cache_dir", str(path))
