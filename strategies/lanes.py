@@ -1,0 +1,66 @@
+"""The lanes of a step: which tokens a strategy serves, and the pages it needs for them. Arrays only.
+
+Strategy is data: every program holds all lanes, an empty one is skipped by its count. Pages are numbers of a page space
+(`memory_pool.layout`): the pool's or the device's, whichever the strategy reads.
+
+Letters: T tokens of a phase, E adapters that a lane has room for, J projections, S stripes (pool devices that share
+one adapter; 1 where each adapter lies on one), L layers, M pages of a table, N query groups, Q queries of a group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+BASE = -1
+"""Owner of a token that no adapter of the lane changes."""
+
+ABSENT = -1
+"""In a page table: this page is not in the memory that the table is for."""
+
+
+class LoraLane(NamedTuple):
+    """Tokens that one LoRA strategy serves, and where their adapters are.
+
+    Attributes:
+        owner: [T] int32, which adapter of the lane a token belongs to, or BASE.
+        count: [] int32, adapters of the lane; 0 skips it.
+        ranks: [S, E, J] int32, rank components by projection; 0 beyond `count`.
+        scale: [E, L, J] float32, factor on the product.
+        a_pages: [S, E, MA] int32, pages of the A stream; 0 beyond its end.
+        b_pages: [S, E, MB] int32, pages of the B stream; 0 beyond its end.
+    """
+
+    owner: Any
+    count: Any
+    ranks: Any
+    scale: Any
+    a_pages: Any
+    b_pages: Any
+
+
+class Stripe(NamedTuple):
+    """A lane as one pool device sees it: the same fields without the axis S. What kernels take."""
+
+    owner: Any
+    count: Any
+    ranks: Any
+    scale: Any
+    a_pages: Any
+    b_pages: Any
+
+
+class AttentionLane(NamedTuple):
+    """Queries in N groups of Q; the queries of a group belong to one sequence.
+
+    Attributes:
+        tables: [N, M] int32, the sequence's pages in order of position, ABSENT where a page is not in this memory;
+            M * G is a multiple of CHUNK_TOKENS.
+        positions: [N, Q] int32, -1 for padding.
+        first: [] int32, smallest position of any query.
+        end: [] int32, largest position of any query plus one; 0 when the lane is empty.
+    """
+
+    tables: Any
+    positions: Any
+    first: Any
+    end: Any
