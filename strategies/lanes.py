@@ -64,3 +64,44 @@ class AttentionLane(NamedTuple):
     positions: Any
     first: Any
     end: Any
+
+
+class KvLanes(NamedTuple):
+    """One phase's attention, device side: pages on the device, and how the others are reached.
+
+    A group's pages that are not on the device are either streamed (`local`) or attended near the data (`distributed`).
+
+    Attributes:
+        device: tables of the KV pages on the device, and the queries.
+        slots: [N, M] int32, place of a page in the stream of `KvControl.stream`, ABSENT for pages that are not streamed.
+        rounds: [] int32, rounds of SCRATCH_PAGES that the stream takes; 0 skips it.
+        near_groups: [] int32, groups with pages that are attended near the data; 0 skips it.
+    """
+
+    device: Any
+    slots: Any
+    rounds: Any
+    near_groups: Any
+
+
+class KvControl(NamedTuple):
+    """The same phase's attention, pool side.
+
+    Attributes:
+        stream: [M_all] int32, pool pages to stream, each once however many groups read it; 0 beyond the end; a
+            multiple of SCRATCH_PAGES.
+        tables: [D, N, M] int32, pool pages that are attended near the data, by pool device, ABSENT for others.
+        positions: [N, Q] int32, as on the device side.
+        first: [] int32.
+        end: [] int32.
+    """
+
+    stream: Any
+    tables: Any
+    positions: Any
+    first: Any
+    end: Any
+
+
+SCRATCH_PAGES = 64
+"""KV pages of one layer that `local` holds at once beside those in device pages."""
