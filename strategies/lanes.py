@@ -73,7 +73,7 @@ class KvLanes(NamedTuple):
 
     Attributes:
         device: tables of the KV pages on the device, and the queries.
-        slots: [N, M] int32, place of a page in the stream of `KvControl.stream`, ABSENT for pages that are not streamed.
+        slots: [N, M] int32, place of a page in `KvControl.stream`, ABSENT for pages that are not streamed.
         rounds: [] int32, rounds of SCRATCH_PAGES that the stream takes; 0 skips it.
         near_groups: [] int32, groups with pages that are attended near the data; 0 skips it.
     """
