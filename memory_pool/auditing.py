@@ -1,28 +1,24 @@
 """Checks and counts what a traced program moves across the link.
 
 The audit is independent of the ledger: it walks the closed jaxpr. Outside near-data functions only the transfers of
-`memory_pool/link.py` may touch pool arrays, so a scatter of device values into the pool, a sort or a callback on it, or
-host arithmetic that nobody asked for is refused; and the bytes of the transfers are added up, times the length of the
-loops they are in.
+`memory_pool/link.py` may touch pool arrays (`memory_pool/audit_rules.py`), and the bytes of those transfers are added
+up, times the length of the loops they are in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import core
 
-from memory_pool import link
+from memory_pool import audit_rules as rules
+from memory_pool.audit_rules import AuditError
 
-_LINK_FILE = link.__file__
-_NEAR_DATA = "compute_on"
-_TRANSFER = "device_put"
-
-
-class AuditError(ValueError):
-    """A program that moves or touches pool arrays in a way that is not counted; names the operation and where."""
+__all__ = ["NO_TRAFFIC", "AuditError", "LinkTraffic", "audit"]
 
 
 class LinkTraffic(NamedTuple):
@@ -45,7 +41,12 @@ class LinkTraffic(NamedTuple):
 NO_TRAFFIC = LinkTraffic(0, 0, 0)
 
 
-def audit(function: Callable[..., Any], *args: Any, loop_counts: Mapping[str, int] | None = None) -> LinkTraffic:
+def audit(
+    function: Callable[..., Any],
+    *args: Any,
+    loop_counts: Mapping[str, int] | None = None,
+    control_args: Collection[int] = (),
+) -> LinkTraffic:
     """Traces a function and checks and counts its transfers.
 
     Args:
@@ -53,6 +54,8 @@ def audit(function: Callable[..., Any], *args: Any, loop_counts: Mapping[str, in
         args: arrays or shapes with shardings that carry the memory kind.
         loop_counts: how often the branches of a `cond` or the body of a `while` are run, by the name of the
             `jax.named_scope` they are in. Transfers in a loop without a count are refused.
+        control_args: positions of arguments that each call brings from the host program. Their leaves in the pool
+            (indices, page tables, flags) count as written to it, once on every device that gets a copy.
 
     Returns:
         Bytes in one call.
@@ -60,111 +63,93 @@ def audit(function: Callable[..., Any], *args: Any, loop_counts: Mapping[str, in
     Raises:
         AuditError: pool arrays are touched outside near-data functions and the link.
     """
+    for leaf in jax.tree.leaves(args):
+        rules.check_shardings((getattr(leaf, "sharding", None),), f"an argument of shape {np.shape(leaf)}")
     closed = jax.make_jaxpr(function)(*args)
-    return _Walk(dict(loop_counts or {})).jaxpr(closed.jaxpr, shards=1)
+    traffic = _Walk(dict(loop_counts or {})).program(closed, shards=1)
+    for leaf in jax.tree.leaves([args[i] for i in control_args]):
+        traffic = traffic.plus(_argument(leaf))
+    return traffic
 
 
 class _Walk:
     def __init__(self, loop_counts: dict[str, int]) -> None:
         self._loop_counts = loop_counts
 
-    def jaxpr(self, jaxpr: core.Jaxpr, *, shards: int) -> LinkTraffic:
+    def program(self, program: core.Jaxpr | core.ClosedJaxpr, *, shards: int) -> LinkTraffic:
+        rules.check_constants(program, "a traced function")
         total = NO_TRAFFIC
-        for eqn in jaxpr.eqns:
+        for eqn in rules.bare(program).eqns:
             total = total.plus(self._equation(eqn, shards=shards))
         return total
 
     def _equation(self, eqn: Any, *, shards: int) -> LinkTraffic:
         name = eqn.primitive.name
-        if name == _TRANSFER:
+        rules.check_equation(eqn)
+        if name == rules.TRANSFER:
             return _transfer(eqn, shards=shards)
-        if name == _NEAR_DATA:
-            return _near_data(eqn)
-        inner = _inner_jaxprs(eqn)
-        if not inner:
-            _refuse_pool_values(eqn)
+        if name == rules.NEAR_DATA:
+            rules.check_near_data(eqn)
             return NO_TRAFFIC
         if name == "shard_map":
-            shards *= eqn.params["mesh"].size
-        traffic = [self.jaxpr(jaxpr, shards=shards) for jaxpr in inner]
+            shards *= _shards(eqn)
+        traffic = [self.program(inner, shards=shards) for inner in rules.inner_programs(eqn)]
+        moving = [t for t in traffic if t != NO_TRAFFIC]
+        if not moving:
+            return NO_TRAFFIC
         if name == "scan":
-            return NO_TRAFFIC.plus(traffic[0], times=eqn.params["length"])
+            return NO_TRAFFIC.plus(moving[0], times=eqn.params["length"])
         if name in ("while", "cond"):
-            return self._counted(eqn, traffic)
+            return self._counted(eqn, moving)
         total = NO_TRAFFIC
-        for part in traffic:
+        for part in moving:
             total = total.plus(part)
         return total
 
-    def _counted(self, eqn: Any, traffic: list[LinkTraffic]) -> LinkTraffic:
-        busiest = max(traffic, key=lambda t: t.to_device + t.to_pool)
-        if busiest == NO_TRAFFIC:
-            return NO_TRAFFIC
+    def _counted(self, eqn: Any, moving: list[LinkTraffic]) -> LinkTraffic:
+        name, at = eqn.primitive.name, rules.where(eqn)
+        if name == "while" and self.program(eqn.params["cond_jaxpr"], shards=1) != NO_TRAFFIC:
+            raise AuditError(f"the condition of `while` at {at} has transfers: bring what it needs before the loop")
+        if any(part != moving[0] for part in moving):
+            raise AuditError(
+                f"branches of `cond` at {at} move different amounts, {moving}: one count cannot tell how many; let "
+                "only one branch use the link"
+            )
         scopes = str(eqn.source_info.name_stack).split("/")
         counts = [self._loop_counts[scope] for scope in scopes if scope in self._loop_counts]
         if not counts:
             raise AuditError(
-                f"transfers under `{eqn.primitive.name}` at {_where(eqn)} have no count: put it in a jax.named_scope "
-                "and pass that name in loop_counts"
+                f"transfers under `{name}` at {at} have no count: put it in a jax.named_scope and pass that name in "
+                "loop_counts"
             )
-        return NO_TRAFFIC.plus(busiest, times=counts[-1])
+        return NO_TRAFFIC.plus(moving[0], times=counts[-1])
 
 
 def _transfer(eqn: Any, *, shards: int) -> LinkTraffic:
     to_device = to_pool = transfers = 0
     for before, after in zip(eqn.invars, eqn.outvars, strict=True):
-        if _in_pool(before) == _in_pool(after):
+        if rules.in_pool(before) == rules.in_pool(after):
+            if rules.in_pool(before) and not rules.from_link(eqn):
+                raise AuditError(f"`device_put` of {before.aval} inside the pool at {rules.where(eqn)}: leave it there")
             continue
-        if not _from_link(eqn):
-            raise AuditError(f"a transfer between memory spaces outside memory_pool/link.py, at {_where(eqn)}")
+        if not rules.from_link(eqn):
+            raise AuditError(f"a transfer between memory spaces outside memory_pool/link.py, at {rules.where(eqn)}")
         size = shards * after.aval.size * after.aval.dtype.itemsize
         transfers += shards
-        to_device, to_pool = (to_device + size, to_pool) if _in_pool(before) else (to_device, to_pool + size)
+        to_device, to_pool = (to_device + size, to_pool) if rules.in_pool(before) else (to_device, to_pool + size)
     return LinkTraffic(to_device, to_pool, transfers)
 
 
-def _near_data(eqn: Any) -> LinkTraffic:
-    outside = [v.aval for v in (*eqn.invars, *eqn.outvars) if not _in_pool(v)]
-    if outside:
-        raise AuditError(
-            f"a near-data function at {_where(eqn)} takes or gives {outside[0]}, which is in device memory: send it "
-            "over the link first, and give results back to the pool"
-        )
-    return NO_TRAFFIC
+def _shards(eqn: Any) -> int:
+    mesh = eqn.params["mesh"]
+    return math.prod(mesh.shape[axis] for axis in eqn.params.get("manual_axes") or mesh.axis_names)
 
 
-def _refuse_pool_values(eqn: Any) -> None:
-    touched = [v.aval for v in (*eqn.invars, *eqn.outvars) if _in_pool(v)]
-    if touched:
-        raise AuditError(
-            f"`{eqn.primitive.name}` at {_where(eqn)} touches {touched[0]} in the pool outside a near-data function"
-        )
-
-
-def _in_pool(var: Any) -> bool:
-    return getattr(var.aval, "memory_space", None) == link.POOL
-
-
-def _inner_jaxprs(eqn: Any) -> list[core.Jaxpr]:
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, core.ClosedJaxpr):
-                found.append(item.jaxpr)
-            elif isinstance(item, core.Jaxpr):
-                found.append(item)
-    return found
-
-
-def _frames(eqn: Any) -> list[Any]:
-    traceback = eqn.source_info.traceback
-    return [] if traceback is None else list(traceback.frames)
-
-
-def _from_link(eqn: Any) -> bool:
-    return any(frame.file_name == _LINK_FILE for frame in _frames(eqn))
-
-
-def _where(eqn: Any) -> str:
-    ours = [f for f in _frames(eqn) if "site-packages" not in f.file_name and "/jax/" not in f.file_name]
-    return f"{ours[0].file_name}:{ours[0].line_num}" if ours else "an unknown place"
+def _argument(leaf: Any) -> LinkTraffic:
+    """An argument in the pool: each device that holds a part of it has received that part."""
+    sharding = getattr(leaf, "sharding", None)
+    if getattr(sharding, "memory_kind", None) != "pinned_host":
+        return NO_TRAFFIC
+    devices = len(sharding.device_set)
+    size = math.prod(sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+    return LinkTraffic(0, devices * size, devices)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from memory_pool import (
     AuditError,
@@ -98,3 +98,80 @@ def test_near_data_result_on_the_device_is_refused():
     leak = wrap(lambda p: p * 2.0, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
     with pytest.raises(AuditError, match="give results back to the pool"):
         audit(leak, POOL)
+
+
+SINGLE = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+def _branches_that_differ(pool, x):
+    with jax.named_scope("lane"):
+        return jax.lax.cond(x[0, 0] > 0, lambda: near(pool, x), lambda: to_device(pool)[:3, :4])
+
+
+def _decided_in_the_pool(pool, x):
+    flag = near_data(lambda p: p[0, 0] > 0)(pool)
+    return jax.lax.while_loop(lambda s: s[0], lambda s: (s[0], s[1] + 1), (flag, x))
+
+
+def _condition_that_reads(pool, x):
+    with jax.named_scope("lane"):
+        return jax.lax.while_loop(lambda s: to_device(shrink(pool, to_pool(s)))[0, 0] < 9, lambda s: s + 1, x)
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (lambda pool, x: pool.at[0].add(x[0]), r"`scatter-add` .* touches float32<host>\[4,8\]"),
+        (lambda pool, x: pool.at[jnp.int32(1)].get(mode="promise_in_bounds"), "memory"),
+        (lambda pool, x: jnp.concatenate([pool, x]), "memory_space of all inputs"),
+        (lambda pool, x: jax.debug.callback(lambda: POOL.sum()), "a callback can read pool arrays"),
+        (lambda pool, x: jax.debug.print("{}", pool), "a callback can read pool arrays"),
+        (lambda pool, x: jax.device_put(x, SINGLE), "which is a NamedSharding"),
+        (lambda pool, x: jax.jit(lambda: x * 2, out_shardings=SINGLE)(), "which is a NamedSharding"),
+        (lambda pool, x: jax.jit(lambda: x * 2, out_shardings=pool_sharding(MESH))(), "uncounted transfer"),
+        (lambda pool, x: jax.lax.with_sharding_constraint(x, pool_sharding(MESH)), "uncounted transfer"),
+        (lambda pool, x: near_data(lambda p: jax.device_put(p, jax.memory.Space.Device))(pool), "moves nothing"),
+        (lambda pool, x: near_data(lambda p: to_pool(to_device(p)))(pool), "moves nothing"),
+        (lambda pool, x: near_data(lambda: X * 2)(), "has captured float32"),
+        (_branches_that_differ, "move different amounts"),
+        (_decided_in_the_pool, "decided by bool"),
+        (_condition_that_reads, "the condition of `while`"),
+    ],
+)
+def test_hidden_violation_is_refused(program, text):
+    with pytest.raises(ValueError, match=text):
+        audit(program, POOL, X, loop_counts={"lane": 1})
+
+
+def test_array_with_a_single_device_sharding_of_the_pool_is_refused_as_an_argument_or_captured():
+    stray = jax.device_put(np.ones((4, 8), np.float32), SINGLE)
+    with pytest.raises(AuditError, match=r"an argument of shape \(4, 8\) has SingleDeviceSharding"):
+        audit(near, stray, X)
+    with pytest.raises(AuditError, match="captured by a traced function has SingleDeviceSharding"):
+        audit(lambda x: near(stray, x), X)
+
+
+def test_inner_loop_takes_the_count_of_its_own_scope():
+    def program(pool, x, rounds):
+        def body(_, total):
+            return total + near(pool, x)
+
+        def lane():
+            with jax.named_scope("lane.rounds"):
+                return jax.lax.fori_loop(0, rounds, body, jnp.zeros((3, 4)))
+
+        with jax.named_scope("lane"):
+            return jax.lax.cond(rounds > 0, lane, lambda: jnp.zeros((3, 4)))
+
+    args = (POOL, X, np.int32(2))
+    assert audit(program, *args, loop_counts={"lane": 1, "lane.rounds": 2}) == (2 * 48, 2 * 96, 4)
+    assert audit(program, *args, loop_counts={"lane": 0, "lane.rounds": 2}) == (0, 0, 0)
+    with pytest.raises(AuditError, match=r"under `while` .* have no count"):
+        audit(program, *args, loop_counts={"lane": 1})
+
+
+def test_control_arguments_count_once_on_every_device():
+    tables = {"pages": jax.ShapeDtypeStruct((5, 2), np.int32, sharding=pool_sharding(MESH)), "x": X}
+    program = near_data(lambda pages: pages + 1)
+    assert audit(lambda t: program(t["pages"]), tables) == (0, 0, 0)
+    assert audit(lambda t: program(t["pages"]), tables, control_args=(0,)) == (0, 5 * 2 * 4, 1)
