@@ -2,6 +2,9 @@
 
 The modules are built once around abstract weights and split; what remains is a static graph and pure functions over a
 plain parameter tree, as `ModelConfig.param_shapes` lists it. Layers are stacked, so a call passes a handful of arrays.
+
+With tensor parallelism the functions run inside a shard_map over the mesh axis `tensor`, on one shard's parameters; the
+residual stream and the logits are whole on every shard.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from memory_pool import from_raw, to_raw
 from plora_jax.config import ModelConfig
 from plora_jax.model.layers import Context, DecoderLayer, LayerConstants, matmul, rms_norm
 from plora_jax.model.rope import inverse_frequencies
+from plora_jax.parallel import TensorParallel
 from strategies import NO_WINDOW
 
 Params = Mapping[str, Any]
@@ -42,13 +46,18 @@ class Decoder:
     """Pure functions of a model; holds no weights.
 
     Args:
-        config: of the model.
+        config: of the whole model.
+        num_shards: shards of the mesh axis `tensor`; 1 needs no mesh.
+
+    Raises:
+        ValueError: the model's heads or widths do not allow that number of shards.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, num_shards: int = 1) -> None:
         self.config = config
+        self.parallel = parallel = TensorParallel(config, num_shards)
         names = [path.removeprefix("layers.") for path in config.param_shapes() if path.startswith("layers.")]
-        layer = nnx.eval_shape(lambda: DecoderLayer(config, {name: jnp.zeros(()) for name in names}))
+        layer = nnx.eval_shape(lambda: DecoderLayer(parallel, {name: jnp.zeros(()) for name in names}))
         self._graph, state = nnx.split(layer)
         leaves, self._treedef = jax.tree.flatten_with_path(state)
         self._names = [path[0].key for path, _ in leaves]
@@ -64,10 +73,27 @@ class Decoder:
             window=np.array([NO_WINDOW if w is None else w for w in config.layer_windows], np.int32),
         )
 
-    def embed(self, params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
-        """Token ids [...] int32 to the residual stream [..., D]."""
+    def embed(self, params: Params, tokens: jax.Array, dtype: Any, *, context: Context | None = None) -> jax.Array:
+        """Token ids to the residual stream.
+
+        Args:
+            params: parameter tree.
+            tokens: [...] int32.
+            dtype: compute dtype.
+            context: adapters of the embedding; none by default.
+
+        Returns:
+            [..., D] of `dtype`.
+        """
         table = params["embedding"]
-        x = from_raw(to_raw(table).at[tokens].get(mode="promise_in_bounds"), table.dtype).astype(dtype)
+
+        def rows(index: jax.Array) -> jax.Array:
+            return from_raw(to_raw(table).at[index].get(mode="promise_in_bounds"), table.dtype)
+
+        x = self.parallel.look_up(rows, tokens).astype(dtype)
+        delta = None if context is None else context.embed_delta(tokens)
+        if delta is not None:
+            x = (x.astype(jnp.float32) + delta).astype(dtype)
         if self.config.embed_scale != 1.0:
             x = x * jnp.asarray(self.config.embed_scale, dtype)
         return x
@@ -96,9 +122,20 @@ class Decoder:
         (x, cache), _ = lax.scan(body, (x, cache), (dict(params["layers"]), constants))
         return rms_norm(x, params["final_norm"], self.config), cache
 
-    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """[..., D] to logits [..., V] float32."""
+    def logits(self, params: Params, hidden: jax.Array, *, delta: jax.Array | None = None) -> jax.Array:
+        """Hidden states to logits.
+
+        Args:
+            params: parameter tree.
+            hidden: [..., D] after the final norm.
+            delta: float32, what adapters add to the head before the soft cap: [..., V / n], this shard's part of the
+                vocabulary, where that is sharded over n, else [..., V].
+
+        Returns:
+            [..., V] float32, whole on every shard.
+        """
         head = params["embedding"] if self.config.tie_word_embeddings else params["head"]
         logits = matmul(hidden, head.astype(hidden.dtype))
+        logits = logits if delta is None else logits + delta
         cap = self.config.final_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return self.parallel.gather_vocabulary(logits if cap is None else cap * jnp.tanh(logits / cap))

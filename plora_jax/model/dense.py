@@ -14,7 +14,7 @@ from plora_jax.model.layers import LayerConstants
 
 
 class LoraWeights(NamedTuple):
-    """One adapter, layers stacked.
+    """One adapter, layers stacked; with tensor parallelism one shard's part, as `TensorParallel.cuts` says.
 
     Attributes:
         a: [L, R, I] by projection.
@@ -28,13 +28,23 @@ class LoraWeights(NamedTuple):
 
 
 class DenseContext:
-    """Causal attention over [B, T]; the same adapter, or none, for all rows."""
+    """Causal attention over [B, T]; the same adapter, or none, for all rows.
+
+    Args:
+        config: of one shard.
+        positions_BT: [B, T] int32.
+        lora: an adapter of projections inside the layers.
+    """
 
     def __init__(self, config: ModelConfig, positions_BT: jax.Array, lora: LoraWeights | None) -> None:
         self._config, self._positions, self._lora = config, positions_BT, lora
 
     def positions(self) -> jax.Array:
         return self._positions
+
+    def embed_delta(self, tokens: jax.Array) -> jax.Array | None:
+        del tokens
+        return None
 
     def deltas(self, x: jax.Array, projections: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
         if self._lora is None:
@@ -64,16 +74,24 @@ class DenseContext:
 
 
 def forward_full(
-    params: Params, config: ModelConfig, tokens_BT: jax.Array, *, lora: LoraWeights | None = None, dtype: Any = None
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: jax.Array,
+    *,
+    lora: LoraWeights | None = None,
+    dtype: Any = None,
+    num_shards: int = 1,
 ) -> jax.Array:
     """Logits at every position of whole sequences; padding belongs at the end.
 
     Args:
         params: parameter tree of the base model.
-        config: of the model.
+        config: of the whole model.
         tokens_BT: [B, T] int32.
         lora: an adapter for all rows.
         dtype: compute dtype; that of the embedding by default.
+        num_shards: shards of the mesh axis `tensor`; more than 1 inside a shard_map only, with one shard's `params` and
+            `lora`.
 
     Returns:
         [B, T, V] float32.
@@ -81,8 +99,8 @@ def forward_full(
     Cost:
         Attention takes B * N * T * T scores at once.
     """
-    decoder = Decoder(config)
+    decoder = Decoder(config, num_shards=num_shards)
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
     x = decoder.embed(params, tokens_BT, dtype or params["embedding"].dtype)
-    hidden, _ = decoder.layers(params, x, (), DenseContext(config, positions, lora))
+    hidden, _ = decoder.layers(params, x, (), DenseContext(decoder.parallel.shard_config, positions, lora))
     return decoder.logits(params, hidden)

@@ -1,7 +1,8 @@
 """The layers of a decoder as Flax NNX modules.
 
 A module holds base weights only. What changes from request to request comes through a `Context`: a projection asks it
-for the adapters' part, attention asks it to attend. So the same modules serve, train and check.
+for the adapters' part, attention asks it to attend. So the same modules serve, train and check. With tensor parallelism
+a module is one shard: weights and heads are its own, row-parallel projections add up over the shards.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from flax import nnx
 from plora_jax.config import ModelConfig
 from plora_jax.model.moe import routed_experts
 from plora_jax.model.rope import rotate
+from plora_jax.parallel import ROW_PARALLEL, TensorParallel
 
 
 class LayerConstants(NamedTuple):
@@ -33,14 +35,22 @@ class LayerConstants(NamedTuple):
 
 
 class Context(Protocol):
-    """The strategies as a layer sees them."""
+    """The strategies as the model sees them. With tensor parallelism heads and widths are those of one shard."""
 
     def positions(self) -> jax.Array:
         """[...] int32, position of each token in its sequence."""
         ...
 
+    def embed_delta(self, tokens: jax.Array) -> jax.Array | None:
+        """What the adapters add to the embeddings of tokens [...]: [..., D] float32, whole on every shard, or None."""
+        ...
+
     def deltas(self, x: jax.Array, projections: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
-        """What the adapters add to projections that share the input x [..., I]; float32, absent for nothing."""
+        """What the adapters add to projections that share the input x [..., I]; float32, absent for nothing.
+
+        Returns:
+            By projection [..., O]: this shard's rows of column-parallel ones, its partial sum of row-parallel ones.
+        """
         ...
 
     def attend(
@@ -76,12 +86,12 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP (or routed experts) of one layer, or of all layers when its parameters carry a leading axis L.
 
     Args:
-        config: of the model.
+        parallel: the model and its shards, of which this is one.
         params: its weights by the names of `ModelConfig.param_shapes`, without the "layers." prefix.
     """
 
-    def __init__(self, config: ModelConfig, params: dict[str, Any]) -> None:
-        self.config = config
+    def __init__(self, parallel: TensorParallel, params: dict[str, Any]) -> None:
+        self.parallel, self.config = parallel, parallel.shard_config
         for name, value in params.items():
             setattr(self, name, nnx.Param(value))
 
@@ -117,9 +127,11 @@ class DecoderLayer(nnx.Module):
         out = []
         for name in names:
             y = matmul(x, self._weight(name))
+            # Only column-parallel projections have a bias, which is then this shard's: it is added once.
             if hasattr(self, f"{name}_bias"):
                 y = y + self._weight(f"{name}_bias").astype(jnp.float32)
-            out.append((y + deltas[name] if name in deltas else y).astype(x.dtype))
+            y = y + deltas[name] if name in deltas else y
+            out.append((self.parallel.add_up(y) if name in ROW_PARALLEL else y).astype(x.dtype))
         return tuple(out)
 
     def _attention(self, x: jax.Array, cache: Any, context: Context, layer: LayerConstants) -> tuple[jax.Array, Any]:
@@ -140,7 +152,7 @@ class DecoderLayer(nnx.Module):
         return out
 
     def _experts(self, x: jax.Array) -> jax.Array:
-        return routed_experts(
+        mixed = routed_experts(
             x,
             router=self._weight("router"),
             gate=self._weight("expert_gate"),
@@ -148,3 +160,4 @@ class DecoderLayer(nnx.Module):
             down=self._weight("expert_down"),
             config=self.config,
         )
+        return self.parallel.add_up(mixed).astype(x.dtype)

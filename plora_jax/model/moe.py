@@ -1,4 +1,7 @@
-"""Routed experts: every token goes to its k most probable experts, and only those are computed for it."""
+"""Routed experts: every token goes to its k most probable experts, and only those are computed for it.
+
+With tensor parallelism every shard has all experts at a part of their width, and routes alike.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def routed_experts(
         config: `experts_per_token`, `norm_topk_prob`, `activation`.
 
     Returns:
-        [..., D] in the dtype of x.
+        [..., D] float32; a partial sum where F is one shard's part of the width.
 
     Source:
         Mixtral (arXiv 2401.04088); Qwen3-MoE differs in `norm_topk_prob` only.
@@ -59,5 +62,4 @@ def routed_experts(
     act = nnx.silu(gated) if config.activation == "silu" else nnx.gelu(gated, approximate=True)
     out = _grouped_matmul(act * lifted, down, sizes)
     back = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
-    mixed = jnp.sum(back.reshape(tokens, chosen, -1) * probs[..., None], axis=1)
-    return mixed.astype(x.dtype).reshape(x.shape)
+    return jnp.sum(back.reshape(tokens, chosen, -1) * probs[..., None], axis=1).reshape(x.shape)
