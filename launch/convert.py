@@ -108,7 +108,12 @@ def _convert_model(conversion: Conversion, directory: Path) -> None:
 
 
 def _convert_adapter(conversion: Conversion, path: Path, directory: Path) -> None:
-    adapter = load_adapter(path, name=path.name, config=load_config(conversion.input))
+    adapter = load_adapter(
+        path,
+        name=path.name,
+        config=load_config(conversion.input),
+        base_weights=lambda: load_model(conversion.input).params,
+    )
     (save_adapter if conversion.to == "hf" else save_adapter_orbax)(adapter, directory)
 
 

@@ -16,20 +16,41 @@ class AdapterError(ValueError):
     """An adapter that cannot be served exactly; the message names the tensor or field, the value and the mend."""
 
 
+OUTSIDE = -1
+"""Layer of the projections that are outside the decoder layers."""
+
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+"""PEFT leaf names of the projections outside the layers."""
+
+
 class ModuleId(NamedTuple):
-    """A linear layer that an adapter changes: decoder layer and PEFT leaf name ("q_proj")."""
+    """A projection that an adapter changes.
+
+    Attributes:
+        layer: decoder layer, or OUTSIDE for the embedding and the head.
+        projection: PEFT leaf name ("q_proj", EMBEDDING, HEAD).
+    """
 
     layer: int
     projection: str
 
+    @property
+    def path(self) -> str:
+        """What messages and checkpoints call it: "layers.0.q_proj", "lm_head"."""
+        return self.projection if self.layer == OUTSIDE else f"layers.{self.layer}.{self.projection}"
+
 
 @dataclasses.dataclass(frozen=True)
 class LoraMatrices:
-    """The change of one linear layer: y += scale * (x @ a.T) @ b.T.
+    """The change of one projection: y += scale * (x @ a.T) @ b.T.
+
+    For the embedding x is one-hot over the vocabulary: token t adds scale * a[:, t] @ b.T to its row, before the row is
+    scaled (Gemma). The change of the head adds to the logits, before their soft cap. Where the base ties the two, each
+    still changes its own place only, as in PEFT.
 
     Attributes:
-        a: [R, I], PEFT's lora_A.weight.
-        b: [O, R], PEFT's lora_B.weight.
+        a: [R, I], PEFT's lora_A.weight; of the embedding lora_embedding_A [R, V].
+        b: [O, R], PEFT's lora_B.weight; of the embedding lora_embedding_B [D, R].
         scale: alpha / r, or alpha / sqrt(r) with rsLoRA.
     """
 
@@ -48,7 +69,7 @@ class Adapter:
 
     Attributes:
         name: what clients call it.
-        modules: matrices by linear layer; a layer that is not here is left as the base has it.
+        modules: matrices by projection; one that is not here is left as the base has it.
         config: adapter_config.json as it was read.
         path: directory it was read from, or None when it was made in memory.
         identity: number of this load, never used again in this process: what caches are keyed by.

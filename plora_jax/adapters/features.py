@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 from plora_jax.adapters.adapter import AdapterError
 
-USED_FIELDS = frozenset({"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"})
+USED_FIELDS = frozenset(
+    {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "ensure_weight_tying"}
+)
 
 HARMLESS_FIELDS = frozenset(
     {
@@ -38,7 +40,6 @@ HARMLESS_FIELDS = frozenset(
         "target_modules",
         # Without effect unless another field, refused below, switches them on.
         "corda_config",
-        "ensure_weight_tying",
         "eva_config",
         "loftq_config",
         "lora_ga_config",
@@ -75,8 +76,6 @@ FEATURES = (
     Feature("MonteCLoRA", ("monteclora_config",), r"monteclora", _ONLY_LORA),
     Feature("trainable tokens", ("trainable_token_indices",), r"trainable_tokens|token_adapter\.", _LATER),
     Feature("lora_bias", ("lora_bias",), r"\.lora_B(\.[^.]+)?\.bias$", _LATER),
-    Feature("embedding LoRA", (), r"\.lora_embedding_[AB]\b|\bembed_tokens\.lora_", "train without embed_tokens"),
-    Feature("lm_head LoRA", (), r"\blm_head\.lora_", "train without lm_head"),
     Feature("MoE expert LoRA", ("target_parameters",), r"\.experts\b.*\.lora_", "train attention only"),
     Feature("MoE router LoRA", (), r"\.(mlp|block_sparse_moe)\.(gate|router)\.lora_", "train attention only"),
     Feature("full embedding weights", (), r"\bembed_tokens\.(?!.*\blora_).*weight$", "save without embeddings"),

@@ -8,12 +8,19 @@ from typing import Any
 from plora_jax.adapters.adapter import Adapter
 from plora_jax.adapters.files import CONFIG_FILE
 from plora_jax.adapters.orbax import is_adapter_checkpoint, restore_adapter
+from plora_jax.adapters.outer import BaseWeights
 from plora_jax.adapters.peft import load_peft_adapter
 from plora_jax.config import ModelConfig
 
 
 def load_adapter(
-    path: str | Path, *, name: str, config: ModelConfig, max_lora_rank: int | None = None, dtype: Any = None
+    path: str | Path,
+    *,
+    name: str,
+    config: ModelConfig,
+    max_lora_rank: int | None = None,
+    dtype: Any = None,
+    base_weights: BaseWeights | None = None,
 ) -> Adapter:
     """An adapter from a PEFT directory or from an Orbax checkpoint; PEFT's where a directory is both.
 
@@ -23,6 +30,8 @@ def load_adapter(
         config: of the base model.
         max_lora_rank: largest rank of any module; None for no limit.
         dtype: numpy or ml_dtypes dtype that the matrices are cast to; None keeps what is stored.
+        base_weights: gives the parameters of the base model, to compare copies of its embedding and head with, which
+            PEFT saves beside LoRA of them; None takes them for what they should be.
 
     Returns:
         The adapter, in host memory: its files are not needed any more.
@@ -32,6 +41,8 @@ def load_adapter(
         AdapterError: files that cannot be read, or an adapter that cannot be served exactly on this base model.
     """
     directory = Path(path)
-    orbax = is_adapter_checkpoint(directory) and not (directory / CONFIG_FILE).exists()
-    read = restore_adapter if orbax else load_peft_adapter
-    return read(directory, name=name, config=config, max_lora_rank=max_lora_rank, dtype=dtype)
+    if is_adapter_checkpoint(directory) and not (directory / CONFIG_FILE).exists():
+        return restore_adapter(directory, name=name, config=config, max_lora_rank=max_lora_rank, dtype=dtype)
+    return load_peft_adapter(
+        directory, name=name, config=config, max_lora_rank=max_lora_rank, dtype=dtype, base_weights=base_weights
+    )

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from plora_jax.adapters.adapter import AdapterError, LoraMatrices, ModuleId
+from plora_jax.adapters.adapter import EMBEDDING, HEAD, AdapterError, LoraMatrices, ModuleId
 from plora_jax.adapters.keys import FUSED
 from plora_jax.config import ModelConfig
+
+
+def module_size(projection: str, config: ModelConfig) -> tuple[int, int]:
+    """(O, I) of a projection of the base model.
+
+    Args:
+        projection: PEFT leaf name, also EMBEDDING, which is (D, V), and HEAD, which is (V, D).
+        config: of the base model.
+    """
+    if projection == EMBEDDING:
+        return config.hidden_size, config.vocab_size
+    if projection == HEAD:
+        return config.vocab_size, config.hidden_size
+    return config.projections[projection]
 
 
 def check_shapes(
@@ -71,28 +85,27 @@ def as_matrix(array: Any, dtype: Any, *, tensor: str, name: str) -> np.ndarray:
     raise AdapterError(f"adapter {name!r}: tensor {tensor} has NaN or Inf; training has diverged, save an earlier step")
 
 
-def cut_rows(
-    layer: int, leaf: str, matrices: LoraMatrices, *, sizes: Mapping[str, tuple[int, int]]
-) -> dict[ModuleId, LoraMatrices]:
+def cut_rows(layer: int, leaf: str, matrices: LoraMatrices, *, config: ModelConfig) -> dict[ModuleId, LoraMatrices]:
     """A fused linear layer as its projections: they share A, and each has its rows of B.
 
     Args:
-        layer: decoder layer.
+        layer: decoder layer, or OUTSIDE.
         leaf: PEFT leaf name; one that is not fused gives itself.
         matrices: of the whole.
-        sizes: (O, I) by projection.
+        config: of the base model.
     """
     modules, start = {}, 0
     for projection in FUSED.get(leaf, (leaf,)):
-        stop = start + sizes[projection][0]
+        stop = start + module_size(projection, config)[0]
         modules[ModuleId(layer, projection)] = LoraMatrices(matrices.a, matrices.b[start:stop], matrices.scale)
         start = stop
     return modules
 
 
-def fused_size(parts: Sequence[str], config: ModelConfig) -> tuple[int, int]:
-    """(O, I) of a linear layer that is made of these projections."""
-    return sum(config.projections[p][0] for p in parts), config.projections[parts[0]][1]
+def leaf_size(leaf: str, config: ModelConfig) -> tuple[int, int]:
+    """(O, I) of a projection as a file has it, fused or not."""
+    sizes = [module_size(part, config) for part in FUSED.get(leaf, (leaf,))]
+    return sum(out_size for out_size, _ in sizes), sizes[0][1]
 
 
 def _shape_error(name: str, tensor: str, got: Sequence[int], wanted: str, where: str) -> AdapterError:

@@ -1,7 +1,7 @@
 """Orbax checkpoints of adapters: the matrices in Orbax's own format, what else an adapter is as JSON beside them.
 
 plora_adapter.json    format, the adapter's configuration, rank and scale by module
-matrices/             {"layers.0.q_proj": {"a": [R, I], "b": [O, R]}, ...}
+matrices/             {"layers.0.q_proj": {"a": [R, I], "b": [O, R]}, "lm_head": ..., ...}
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from plora_jax.adapters.adapter import Adapter, AdapterError, LoraMatrices, ModuleId
+from plora_jax.adapters.adapter import EMBEDDING, HEAD, OUTSIDE, Adapter, AdapterError, LoraMatrices, ModuleId
 from plora_jax.adapters.features import listed, refuse_unserved
 from plora_jax.adapters.files import new_directory, read_json_object, write_json
-from plora_jax.adapters.matrices import as_matrix, check_rank, check_shapes
+from plora_jax.adapters.matrices import as_matrix, check_rank, check_shapes, module_size
+from plora_jax.adapters.outer import check_weight_tying
 from plora_jax.adapters.rules import ModuleRule, is_finite_float32
 from plora_jax.config import ModelConfig
 
@@ -25,7 +26,7 @@ ADAPTER_FILE = "plora_adapter.json"
 MATRICES_FOLDER = "matrices"
 _FORMAT = 1
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-_MODULE = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(\w+)")
+_LINEAR = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(\w+)")
 
 
 def save_adapter_orbax(adapter: Adapter, path: str | Path, *, overwrite: bool = False) -> None:
@@ -42,7 +43,7 @@ def save_adapter_orbax(adapter: Adapter, path: str | Path, *, overwrite: bool = 
     """
     if not adapter.modules:
         raise AdapterError(f"adapter {adapter.name!r} has no modules: there is nothing to save")
-    modules = {_name(module): matrices for module, matrices in adapter.modules.items()}
+    modules = {module.path: matrices for module, matrices in adapter.modules.items()}
     content = {
         "format": _FORMAT,
         "config": json.loads(json.dumps(dict(adapter.config))),
@@ -84,9 +85,10 @@ def restore_adapter(
         arrays = _restore(checkpointer, directory / MATRICES_FOLDER, stored, name)
     modules = {}
     for module, rule in rules.items():
-        tensors = [f"{_name(module)}.{part}" for part in "ab"]
+        tensors = [f"{module.path}.{part}" for part in "ab"]
         a, b = (as_matrix(arrays[tensor], dtype, tensor=tensor, name=name) for tensor in tensors)
         modules[module] = LoraMatrices(a, b, rule.scale)
+    check_weight_tying(fields, modules, config, name=name)
     return Adapter(name=name, modules=modules, config=fields, path=str(directory))
 
 
@@ -113,8 +115,14 @@ def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _name(module: ModuleId) -> str:
-    return f"layers.{module.layer}.{module.projection}"
+def _module(path: str, config: ModelConfig) -> ModuleId | None:
+    """The module that `ModuleId.path` calls so; None where the base model has none."""
+    if path in (EMBEDDING, HEAD):
+        return ModuleId(OUTSIDE, path)
+    match = _LINEAR.fullmatch(path)
+    if match is None or int(match[1]) >= config.num_layers or match[2] not in config.projections:
+        return None
+    return ModuleId(int(match[1]), match[2])
 
 
 def _read_content(
@@ -129,8 +137,8 @@ def _read_content(
         raise AdapterError(f"adapter {name!r}: {source} must hold the objects 'config' and 'modules'")
     rules, unknown = {}, []
     for text, entry in entries.items():
-        match = _MODULE.fullmatch(text)
-        if match is None or int(match[1]) >= config.num_layers or match[2] not in config.projections:
+        module = _module(text, config)
+        if module is None:
             unknown.append(text)
             continue
         values: dict[str, Any] = entry if isinstance(entry, dict) else {}
@@ -139,11 +147,11 @@ def _read_content(
             raise AdapterError(
                 f"adapter {name!r}: {source} gives {text} the scale {scale!r}; it must be a finite number of float32"
             )
-        rules[ModuleId(int(match[1]), match[2])] = ModuleRule(values.get("rank", 0), float(scale), ADAPTER_FILE)
+        rules[module] = ModuleRule(values.get("rank", 0), float(scale), ADAPTER_FILE)
     if unknown:
         raise AdapterError(
-            f"adapter {name!r} has {len(unknown)} modules that the base model ({config.architecture}, "
-            f"{config.num_layers} layers of {', '.join(config.projections)}) has not: {listed(unknown)}"
+            f"adapter {name!r} has {len(unknown)} modules that the base model ({config.architecture}, {EMBEDDING}, "
+            f"{HEAD}, {config.num_layers} layers of {', '.join(config.projections)}) has not: {listed(unknown)}"
         )
     return fields, rules
 
@@ -188,7 +196,7 @@ def _check_arrays(
     max_lora_rank: int | None,
     name: str,
 ) -> None:
-    wanted = {f"{_name(module)}.{part}" for module in rules for part in "ab"}
+    wanted = {f"{module.path}.{part}" for module in rules for part in "ab"}
     problems = [f"missing {listed(sorted(wanted - stored.keys()))}"] if wanted - stored.keys() else []
     problems += [f"extra {listed(sorted(stored.keys() - wanted))}"] if stored.keys() - wanted else []
     problems += [
@@ -197,9 +205,9 @@ def _check_arrays(
     if problems:
         raise AdapterError(f"adapter {name!r}: the arrays do not fit {ADAPTER_FILE}: {'; '.join(problems)}")
     for module, rule in rules.items():
-        where = _name(module)
+        where = module.path
         tensors = (f"{where}.a", f"{where}.b")
-        shapes, size = [stored[tensor].shape for tensor in tensors], config.projections[module.projection]
+        shapes, size = [stored[tensor].shape for tensor in tensors], module_size(module.projection, config)
         rank = check_shapes(*shapes, where=where, size=size, tensors=tensors, name=name)
         if rank != rule.rank:
             raise AdapterError(

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from plora_jax.adapters.adapter import Adapter, AdapterError, LoraMatrices, ModuleId
+from plora_jax.adapters.adapter import EMBEDDING, HEAD, Adapter, AdapterError, LoraMatrices, ModuleId
 from plora_jax.adapters.features import listed, refuse_unserved
 from plora_jax.adapters.files import CONFIG_FILE, TENSORS_FILE, check_directory, open_tensors, read_json_object
-from plora_jax.adapters.keys import LinearId, Pair, leaf_parts, pair_tensors
-from plora_jax.adapters.matrices import as_matrix, check_rank, check_shapes, cut_rows, fused_size
+from plora_jax.adapters.keys import LinearId, Pair, base_copies, pair_tensors
+from plora_jax.adapters.matrices import as_matrix, check_rank, check_shapes, cut_rows, leaf_size
+from plora_jax.adapters.outer import BaseWeights, check_base_copies, check_weight_tying
 from plora_jax.adapters.rules import LoraRules, module_rule, read_rules
 from plora_jax.config import ModelConfig
 
@@ -22,7 +23,13 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load_peft_adapter(
-    path: str | Path, *, name: str, config: ModelConfig, max_lora_rank: int | None = None, dtype: Any = None
+    path: str | Path,
+    *,
+    name: str,
+    config: ModelConfig,
+    max_lora_rank: int | None = None,
+    dtype: Any = None,
+    base_weights: BaseWeights | None = None,
 ) -> Adapter:
     """An adapter from a PEFT directory.
 
@@ -32,6 +39,8 @@ def load_peft_adapter(
         config: of the base model.
         max_lora_rank: largest rank of any module; None for no limit.
         dtype: numpy or ml_dtypes dtype that the matrices are cast to; None keeps the file's.
+        base_weights: gives the parameters of the base model, to compare copies of its embedding and head with; None
+            takes them for what they should be.
 
     Returns:
         The adapter, in host memory: its files are not needed any more.
@@ -47,12 +56,14 @@ def load_peft_adapter(
     with open_tensors(directory / TENSORS_FILE, name=name) as file:
         names = list(file.keys())
         pairs, others = pair_tensors(names, config, name=name)
+        copies, others = base_copies(others, pairs)
         unknown = refuse_unserved(name, fields, others)
         rules = read_rules(fields, name=name)
         _check_matched(pairs, unknown, config, name=name)
         # All shapes before any values: a wrong file of many GB is refused at once.
         for linear, pair in pairs.items():
             _check_linear(file, linear, pair, config=config, rules=rules, max_lora_rank=max_lora_rank, name=name)
+        check_base_copies(file, copies, base_weights, config=config, name=name)
         modules: dict[ModuleId, LoraMatrices] = {}
         for linear, pair in pairs.items():
             whole = LoraMatrices(
@@ -60,7 +71,8 @@ def load_peft_adapter(
                 as_matrix(file.get_tensor(pair.b), dtype, tensor=pair.b, name=name),
                 module_rule(rules, linear.module).scale,
             )
-            modules |= cut_rows(linear.layer, linear.leaf, whole, sizes=config.projections)
+            modules |= cut_rows(linear.layer, linear.leaf, whole, config=config)
+    check_weight_tying(fields, modules, config, name=name)
     return Adapter(name=name, modules=modules, config=fields, path=str(directory))
 
 
@@ -77,7 +89,7 @@ def _check_type(fields: Mapping[str, Any], name: str) -> None:
 def _check_matched(pairs: Mapping[LinearId, Pair], unknown: list[str], config: ModelConfig, *, name: str) -> None:
     has = (
         f"the base model ({config.architecture}) has model.layers.0 to {config.num_layers - 1}, "
-        f"each with {', '.join(config.projections)}"
+        f"each with {', '.join(config.projections)}; {EMBEDDING} and {HEAD}"
     )
     if unknown:
         raise AdapterError(
@@ -104,8 +116,8 @@ def _check_linear(
             raise AdapterError(
                 f"adapter {name!r}: tensor {tensor} has dtype {piece.get_dtype()}; supported: {', '.join(_FLOATS)}"
             )
-    where = f"layers.{linear.layer}.{linear.leaf}"
-    size = fused_size(leaf_parts(linear.leaf, config), config)
+    where = ModuleId(linear.layer, linear.leaf).path
+    size = leaf_size(linear.leaf, config)
     shapes = _shapes(slices)
     rank = check_shapes(*shapes, where=where, size=size, tensors=pair, name=name)
     rule = module_rule(rules, linear.module)

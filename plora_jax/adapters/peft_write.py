@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors.numpy import save_file
 
-from plora_jax.adapters.adapter import Adapter, AdapterError, ModuleId
+from plora_jax.adapters.adapter import EMBEDDING, HEAD, OUTSIDE, Adapter, AdapterError, ModuleId
 from plora_jax.adapters.files import CONFIG_FILE, TENSORS_FILE, new_directory, write_json
 from plora_jax.adapters.keys import BLOCKS, PEFT_PREFIX
 from plora_jax.adapters.matrices import as_matrix
@@ -42,7 +42,7 @@ def save_adapter(adapter: Adapter, path: str | Path, *, dtype: Any = None, overw
     tensors = {}
     for module, matrices in adapter.modules.items():
         for part, matrix in (("A", matrices.a), ("B", matrices.b)):
-            tensor = f"{PEFT_PREFIX}{_path(module)}.lora_{part}.weight"
+            tensor = f"{PEFT_PREFIX}{_path(module)}.{_leaf(module, part)}"
             tensors[tensor] = as_matrix(matrix, dtype, tensor=tensor, name=adapter.name)
     with new_directory(path, overwrite=overwrite) as directory:
         write_json(directory / CONFIG_FILE, peft_fields(adapter))
@@ -119,12 +119,17 @@ def _default_and_pattern(values: Mapping[ModuleId, Any]) -> tuple[Any, dict[str,
 def _target_fields(adapter: Adapter) -> dict[str, Any]:
     layers: dict[str, set[int]] = {}
     for module in adapter.modules:
-        layers.setdefault(module.projection, set()).add(module.layer)
-    first, *others = layers.values()
-    if any(other != first for other in others):
-        return {"target_modules": [_suffix(module) for module in sorted(adapter.modules)], "layers_to_transform": None}
-    whole = first == set(range(len(first))) and _targets_every_layer(adapter.config, layers)
-    return {"target_modules": sorted(layers), "layers_to_transform": None if whole else sorted(first)}
+        if module.layer != OUTSIDE:
+            layers.setdefault(module.projection, set()).add(module.layer)
+    outside = sorted(module.projection for module in adapter.modules if module.layer == OUTSIDE)
+    first: set[int] = next(iter(layers.values()), set())
+    uniform = all(other == first for other in layers.values())
+    if uniform and first == set(range(len(first))) and _targets_every_layer(adapter.config, layers):
+        return {"target_modules": sorted(layers) + outside, "layers_to_transform": None}
+    # PEFT leaves out what is outside the layers when the layers are listed.
+    if uniform and not outside:
+        return {"target_modules": sorted(layers), "layers_to_transform": sorted(first)}
+    return {"target_modules": [_suffix(module) for module in sorted(adapter.modules)], "layers_to_transform": None}
 
 
 def _targets_every_layer(fields: Mapping[str, Any], projections: Iterable[str]) -> bool:
@@ -135,8 +140,15 @@ def _targets_every_layer(fields: Mapping[str, Any], projections: Iterable[str]) 
 
 
 def _suffix(module: ModuleId) -> str:
+    if module.layer == OUTSIDE:
+        return module.projection
     return f"layers.{module.layer}.{BLOCKS[module.projection]}.{module.projection}"
 
 
 def _path(module: ModuleId) -> str:
-    return f"model.{_suffix(module)}"
+    return HEAD if module.projection == HEAD else f"model.{_suffix(module)}"
+
+
+def _leaf(module: ModuleId, part: str) -> str:
+    # PEFT keeps the embedding's matrices as bare parameters, without ".weight".
+    return f"lora_embedding_{part}" if module.projection == EMBEDDING else f"lora_{part}.weight"

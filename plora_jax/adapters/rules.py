@@ -63,7 +63,7 @@ def module_rule(rules: LoraRules, module: str) -> ModuleRule:
 
     Args:
         rules: of the adapter.
-        module: path in the base model, "model.layers.0.self_attn.q_proj".
+        module: path in the base model: "model.layers.0.self_attn.q_proj", "model.embed_tokens", "lm_head".
     """
     rank_key = _first_match(rules.rank_pattern, module)
     alpha_key = _first_match(rules.alpha_pattern, module)

@@ -15,6 +15,8 @@ from plora_jax.config import ModelConfig, RopeConfig
 
 PACK = Path(__file__).parents[1] / "data" / "conformance"
 BLOCK = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"}
+EMBEDDING_KEY = "base_model.model.model.embed_tokens"
+HEAD_KEY = "base_model.model.lm_head"
 MODEL = ModelConfig(
     architecture="llama",
     vocab_size=256,
@@ -62,6 +64,19 @@ def lora_tensors(
             tensors[key(layer, projection, "A")] = rng.standard_normal((rank, in_size), dtype=np.float32)
             tensors[key(layer, projection, "B")] = rng.standard_normal((out_size, rank), dtype=np.float32)
     return tensors
+
+
+def outer_tensors(*, rank: int = 4, seed: int = 1) -> dict[str, np.ndarray]:
+    """A and B of the embedding and the head, float32, by PEFT's names."""
+    rng = np.random.default_rng(seed)
+    vocab, width = MODEL.vocab_size, MODEL.hidden_size
+    shapes = {
+        f"{EMBEDDING_KEY}.lora_embedding_A": (rank, vocab),
+        f"{EMBEDDING_KEY}.lora_embedding_B": (width, rank),
+        f"{HEAD_KEY}.lora_A.weight": (rank, width),
+        f"{HEAD_KEY}.lora_B.weight": (vocab, rank),
+    }
+    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
 
 
 def write_peft(directory: Path, tensors: dict[str, np.ndarray] | None = None, **fields: Any) -> Path:

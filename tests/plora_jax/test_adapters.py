@@ -40,12 +40,6 @@ REFUSED = {
         'modules_to_save (field modules_to_save=["lm_head"])',
         "full head weights (tensor base_model.model.lm_head.weight)",
     ],
-    "embed_head_lora": [
-        "embedding LoRA (tensor base_model.model.model.embed_tokens.lora_embedding_A",
-        "lm_head LoRA (tensor base_model.model.lm_head.lora_A.weight",
-        "full embedding weights (tensor base_model.model.model.embed_tokens.base_layer.weight)",
-        "full head weights (tensor base_model.model.lm_head.base_layer.weight)",
-    ],
     "dora": ["DoRA (field use_dora=true; tensor ", ".mlp.up_proj.lora_magnitude_vector", "and 7 more"],
 }
 
@@ -55,7 +49,7 @@ def load(path, **options):
 
 
 def test_conformance_pack_is_covered():
-    assert set(INDEX) == set(SERVED) | set(REFUSED)
+    assert set(INDEX) == set(SERVED) | set(REFUSED) | {"embed_head_lora"}  # test_adapters_outer.py
 
 
 @pytest.mark.parametrize("name", SERVED)
