@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TENSOR_AXIS = "tensor"
 POOL, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+POOL_KIND = "pinned_host"
+"""Memory kind of the pool."""
 
 
 def one_device_mesh() -> Mesh:
@@ -30,7 +32,7 @@ def device_sharding(mesh: Mesh, spec: PartitionSpec = PartitionSpec()) -> NamedS
 
 def pool_sharding(mesh: Mesh, spec: PartitionSpec = PartitionSpec()) -> NamedSharding:  # noqa: B008 - immutable
     """Sharding of an array in the pool."""
-    return NamedSharding(mesh, spec, memory_kind="pinned_host")
+    return NamedSharding(mesh, spec, memory_kind=POOL_KIND)
 
 
 def allocate(shape: tuple[int, ...], dtype: np.dtype | type, sharding: NamedSharding) -> jax.Array:
@@ -41,7 +43,7 @@ def allocate(shape: tuple[int, ...], dtype: np.dtype | type, sharding: NamedShar
         dtype: of the array.
         sharding: device or pool sharding.
     """
-    space = POOL if sharding.memory_kind == "pinned_host" else DEVICE
+    space = POOL if sharding.memory_kind == POOL_KIND else DEVICE
     make = jax.jit(lambda: jax.device_put(jax.numpy.zeros(shape, dtype), space), out_shardings=sharding)
     return make()
 
