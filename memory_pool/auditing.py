@@ -148,7 +148,7 @@ def _shards(eqn: Any) -> int:
 def _argument(leaf: Any) -> LinkTraffic:
     """An argument in the pool: each device that holds a part of it has received that part."""
     sharding = getattr(leaf, "sharding", None)
-    if getattr(sharding, "memory_kind", None) != "pinned_host":
+    if sharding is None or sharding.memory_kind != "pinned_host":
         return NO_TRAFFIC
     devices = len(sharding.device_set)
     size = math.prod(sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize

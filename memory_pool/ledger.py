@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Direction = Literal["to_device", "to_pool"]
@@ -17,10 +18,11 @@ class Crossing(NamedTuple):
     """What a count is kept by.
 
     Attributes:
-        object: "adapter", "kv", "control", ...
+        object: "adapter" (weights), "activation" (inputs, products, queries and partial results), "kv" (pages) or
+            "control" (indices, page tables and flags).
         strategy: LoRA or attention strategy on whose behalf the bytes moved.
         direction: "to_device" or "to_pool".
-        phase: "load", "prefill" or "decode".
+        phase: part of the step ("prefill", "decode", ...), or "load" between steps.
     """
 
     object: str
@@ -30,6 +32,13 @@ class Crossing(NamedTuple):
 
 
 class LinkBytes(NamedTuple):
+    """Bytes of a crossing.
+
+    Attributes:
+        moved: with padding, all shards together.
+        useful: without padding.
+    """
+
     moved: int
     useful: int
 
@@ -47,6 +56,11 @@ class Ledger:
         with self._lock:
             old = self._totals[crossing]
             self._totals[crossing] = LinkBytes(old.moved + moved_bytes, old.useful + useful_bytes)
+
+    def add_all(self, crossings: Iterable[tuple[Crossing, LinkBytes]]) -> None:
+        """Counts several."""
+        for crossing, size in crossings:
+            self.add(crossing, moved_bytes=size.moved, useful_bytes=size.useful)
 
     def totals(self) -> dict[Crossing, LinkBytes]:
         with self._lock:

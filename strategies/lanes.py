@@ -105,3 +105,22 @@ class KvControl(NamedTuple):
 
 SCRATCH_PAGES = 64
 """KV pages of one layer that `local` holds at once beside those in device pages."""
+
+
+class Memory(NamedTuple):
+    """The three page arrays of a shard, raw bits [L, P, W] (`memory_pool.page_memory`).
+
+    Attributes:
+        pool: in the pool; read-only in a step.
+        adapters: adapter pages on the device; read-only in a step.
+        kv: KV pages on the device.
+    """
+
+    pool: Any
+    adapters: Any
+    kv: Any
+
+
+def stripe_of(lane: LoraLane, index: int) -> Stripe:
+    """The lane as pool device `index` sees it. Works near the data as well."""
+    return Stripe(lane.owner, lane.count, lane.ranks[index], lane.scale, lane.a_pages[index], lane.b_pages[index])

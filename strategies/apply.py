@@ -1,0 +1,86 @@
+"""All strategies at once: the lanes of a phase, each served in its way, added up.
+
+A batch's tokens may belong to lanes of different strategies; a lane that is empty skips itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+
+from strategies.lanes import KvControl, KvLanes, LoraLane, Memory
+from strategies.paged_attention import HeadMaths, finish
+from strategies.setting import AttentionSetting, LoraSetting
+from strategies.strategy_table import ATTENTION, LORA
+
+
+def delta(
+    x_TI: jax.Array,
+    memory: Memory,
+    layer: jax.Array,
+    lanes: Mapping[str, LoraLane],
+    control: Mapping[str, LoraLane],
+    *,
+    phase: str,
+    setting: LoraSetting,
+) -> dict[str, jax.Array]:
+    """What the adapters of all lanes add to the projections of a group.
+
+    Args:
+        x_TI: [T, I], the input that the projections share.
+        memory: page arrays of this shard.
+        layer: [] int32.
+        lanes: by strategy, on the device.
+        control: the same by strategy, in the pool.
+        phase: the first part of the lanes' names in the trace.
+        setting: what is fixed.
+
+    Returns:
+        [T, O] float32 by projection; 0 for tokens of the base model.
+    """
+    parts = []
+    for name, lane in lanes.items():
+        scope = f"{phase}.{name}"
+        part = LORA[name].delta(x_TI, memory, layer, lane, control[name], scope=scope, setting=setting)
+        parts.append([part[projection] for projection in setting.group])
+    return setting.total(parts)
+
+
+def attend(
+    q_NQHD: jax.Array,
+    memory: Memory,
+    layer: jax.Array,
+    lanes: KvLanes,
+    control: KvControl,
+    maths: HeadMaths,
+    *,
+    phase: str,
+    setting: AttentionSetting,
+) -> jax.Array:
+    """Attention over pages on the device, and over the others as the strategy of each group wants.
+
+    Args:
+        q_NQHD: [N, Q, heads, H] of one shard.
+        memory: page arrays of this shard; the tokens of this step are already written.
+        layer: [] int32.
+        lanes: tables, on the device.
+        control: tables, in the pool.
+        maths: how scores are made.
+        phase: the first part of the strategies' names in the trace.
+        setting: what is fixed.
+
+    Returns:
+        [N, Q, heads, H] in the dtype of q.
+    """
+    groups, queries, num_heads, dim = q_NQHD.shape
+    kv_heads = setting.layout.kv_heads
+    repeats = num_heads // kv_heads
+    q = q_NQHD.reshape(groups, queries, kv_heads, repeats, dim).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(groups, kv_heads, queries * repeats, dim)
+    seen = setting.device.attention.call(q, memory.kv, layer, lanes.device, maths, layout=setting.layout)
+    for name, strategy in ATTENTION.items():
+        scope = f"{phase}.{name}"
+        seen = strategy.add(seen, q, memory, layer, lanes, control, maths, scope=scope, setting=setting)
+    out = finish(seen).reshape(groups, kv_heads, queries, repeats, dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(q_NQHD.shape).astype(q_NQHD.dtype)

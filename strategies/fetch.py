@@ -1,0 +1,91 @@
+"""The strategy `fetch`: A and B are in the pool and are streamed to the device, which computes.
+
+The rank components of all adapters of a lane lie end to end and come in chunks of CHUNK_ROWS, so the scratch is one
+chunk of A and one of B whatever the adapters are, each component crosses once however many tokens use it, and the
+number of chunks is data.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from memory_pool import link
+from memory_pool.layout import PageLayout
+from memory_pool.near import near_data
+from strategies import low_rank
+from strategies.lanes import LoraLane, Memory, Stripe, stripe_of
+from strategies.setting import LoraSetting
+
+
+def chunk_scope(scope: str, name: str, stripe: int) -> str:
+    """Name under which the loop over chunks of a projection and a stripe is in the trace."""
+    return f"{scope}.{name}.{stripe}"
+
+
+def delta(
+    x_TI: jax.Array,
+    memory: Memory,
+    layer: jax.Array,
+    lane: LoraLane,
+    control: LoraLane,
+    *,
+    scope: str,
+    setting: LoraSetting,
+) -> dict[str, jax.Array]:
+    """What the adapters of a lane add to the projections of a group.
+
+    Args:
+        x_TI: [T, I], the input that the projections share.
+        memory: page arrays of this shard.
+        layer: [] int32.
+        lane: owners, ranks and scales are used.
+        control: in the pool; pages of A and B are pool pages.
+        scope: name under which the lane is in the trace; each projection and stripe has its own, `chunk_scope`.
+        setting: what is fixed.
+
+    Returns:
+        [T, O] float32 by projection; 0 for tokens of the base model.
+
+    Cost:
+        Link: CHUNK_ROWS rows of A and of B for each chunk, that is the rank components of the lane rounded up.
+    """
+
+    stripes = range(lane.ranks.shape[0])
+
+    def stream(x_TI: jax.Array, name: str, stripe: int) -> jax.Array:
+        with jax.named_scope(chunk_scope(scope, name, stripe)):
+            return low_rank.delta(
+                x_TI,
+                memory.pool,
+                layer,
+                stripe_of(lane, stripe),
+                layout=setting.layout,
+                group=(name,),
+                max_rank=setting.max_rank,
+                gather=over_the_link(control, stripe, setting),
+            )[0]
+
+    def serve(x_TI: jax.Array) -> dict[str, jax.Array]:
+        return setting.total([[stream(x_TI, name, s) for name in setting.group] for s in stripes])
+
+    with jax.named_scope(scope):
+        return lax.cond(lane.count > 0, serve, lambda x: setting.nothing(x.shape[0]), x_TI)
+
+
+def over_the_link(control: LoraLane, stripe: int, setting: LoraSetting) -> low_rank.RowsKernel:
+    """Rows of a chunk, gathered near the data and brought to the device."""
+
+    def gather(
+        pool: jax.Array, layer: jax.Array, lane: Stripe, chunk: jax.Array, *, layout: PageLayout, name: str, side: str
+    ) -> jax.Array:
+        del lane  # Its tables are on the device; the pool has its own.
+
+        def near(pool: jax.Array, at: jax.Array, control: LoraLane) -> jax.Array:
+            table = stripe_of(control, stripe)
+            return setting.near.rows.call(pool, at[0], table, at[1], layout=layout, name=name, side=side)
+
+        return link.to_device(near_data(near)(pool, link.to_pool(jnp.stack([layer, chunk])), control))
+
+    return gather

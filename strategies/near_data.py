@@ -1,0 +1,70 @@
+"""The strategy `near_data`: A and B stay in the pool; x goes to them, and what they add comes back.
+
+The input that a group of projections shares is sent once. Adapters striped over S pool devices get it S times and give
+S partial results, which the device adds up.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from memory_pool import link
+from memory_pool.near import near_data
+from strategies.lanes import LoraLane, Memory, stripe_of
+from strategies.setting import LoraSetting
+
+
+def delta(
+    x_TI: jax.Array,
+    memory: Memory,
+    layer: jax.Array,
+    lane: LoraLane,
+    control: LoraLane,
+    *,
+    scope: str,
+    setting: LoraSetting,
+) -> dict[str, jax.Array]:
+    """What the adapters of a lane add to the projections of a group.
+
+    Args:
+        x_TI: [T, I], the input that the projections share.
+        memory: page arrays of this shard.
+        layer: [] int32.
+        lane: its count and number of stripes are used.
+        control: in the pool; pages of A and B are pool pages.
+        scope: name under which the lane is in the trace.
+        setting: what is fixed.
+
+    Returns:
+        [T, O] float32 by projection, rounded to the dtype of x by each stripe; 0 for tokens of the base model.
+
+    Cost:
+        Link: x to each stripe, y of each projection back from each, in the dtype of x.
+    """
+    stripes = lane.ranks.shape[0]
+
+    def near(pool: jax.Array, layer: jax.Array, x_STI: jax.Array, control: LoraLane) -> list[tuple[jax.Array, ...]]:
+        def stripe(s: int) -> tuple[jax.Array, ...]:
+            added = setting.near.delta.call(
+                x_STI[s],
+                pool,
+                layer,
+                stripe_of(control, s),
+                layout=setting.layout,
+                group=setting.group,
+                max_rank=setting.max_rank,
+            )
+            return tuple(y.astype(x_STI.dtype) for y in added)
+
+        return [stripe(s) for s in range(stripes)]
+
+    def serve(x_TI: jax.Array) -> dict[str, jax.Array]:
+        x_STI = jnp.broadcast_to(x_TI, (stripes, *x_TI.shape))
+        parts = near_data(near)(memory.pool, link.to_pool(layer), link.to_pool(x_STI), control)
+        back = [[link.to_device(y).astype(jnp.float32) for y in part] for part in parts]
+        return setting.total(back)
+
+    with jax.named_scope(scope):
+        return lax.cond(lane.count > 0, serve, lambda x: setting.nothing(x.shape[0]), x_TI)

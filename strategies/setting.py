@@ -1,0 +1,53 @@
+"""What is fixed when a program is compiled: page sizes, kernels, the widest rank. The lanes are data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from memory_pool.layout import PageLayout
+from strategies.kernel_tables import KernelSet
+
+
+class LoraSetting(NamedTuple):
+    """How one phase applies adapters to the projections that share an input.
+
+    Attributes:
+        layout: of pages.
+        group: names of the projections.
+        max_rank: most rank components of an adapter on one pool device.
+        device: kernels on the device.
+        near: kernels near the data.
+    """
+
+    layout: PageLayout
+    group: tuple[str, ...]
+    max_rank: int
+    device: KernelSet
+    near: KernelSet
+
+    def nothing(self, num_tokens: int) -> dict[str, jax.Array]:
+        """The result for a lane without adapters: zeros [T, O] float32 by projection."""
+        widths = {name: self.layout.out_width(name) for name in self.group}
+        return {name: jnp.zeros((num_tokens, width), jnp.float32) for name, width in widths.items()}
+
+    def total(self, parts: Sequence[Sequence[jax.Array]]) -> dict[str, jax.Array]:
+        """By projection, the sum of what the stripes give; each gives one array a projection."""
+        return {name: sum(part[1:], start=part[0]) for name, *part in zip(self.group, *parts, strict=True)}
+
+
+class AttentionSetting(NamedTuple):
+    """How one phase attends.
+
+    Attributes:
+        layout: of pages.
+        device: kernels on the device.
+        near: kernels near the data.
+    """
+
+    layout: PageLayout
+    device: KernelSet
+    near: KernelSet

@@ -1,0 +1,364 @@
+"""What each strategy moves over the link in a step: closed formulas, for the ledger.
+
+The formulas know the sizes of a compiled bucket and what the host knows of the step's lanes; they do not look at the
+program. The audit (`memory_pool.auditing`) counts the same program independently, and a test holds the two together.
+
+Moved bytes are those of the arrays that cross, all shards together: T tokens of the bucket, the widest rank, whole
+chunks and rounds. Useful bytes are those that a step of exactly these tokens and ranks would need (b tokens of an
+adapter, I and O of one shard, r its rank):
+
+    fetch       A and B of each adapter once                              r (I + O)
+    near_data   x once an input group and stripe, y once a stripe         S b I to the pool, S b O back
+    split       x the same; each component of m comes from one stripe     S b I to the pool, b r back
+    local       pages that are not on the device, each once               2 K G H a page and layer
+    distributed q to each pool device that holds pages of its sequence;   heads H to the pool; heads (H + max and sum)
+                from each the output, maximum and sum                     back
+
+S is 1 for adapters that are pinned to a pool device. With tensor parallelism each shard moves its own, so everything
+is multiplied by the number of shards, and I, O, K and heads are those of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from memory_pool.layout import PageLayout
+from memory_pool.ledger import Crossing, Direction, LinkBytes
+from strategies.fetch import chunk_scope
+from strategies.lanes import SCRATCH_PAGES
+from strategies.low_rank import CHUNK_ROWS
+
+if TYPE_CHECKING:
+    from memory_pool.adapter_pool import PlacedAdapter
+
+Bytes = tuple[Crossing, LinkBytes]
+WORD = 4
+"""Bytes of an index, a flag, a scale, a maximum or a sum."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoraBucket:
+    """Sizes of one phase's lanes in a compiled program.
+
+    Attributes:
+        phase: first part of the lanes' names in the trace.
+        tokens: T.
+        layout: of pages, of one shard.
+        groups: names of the projections that share an input, group by group.
+        max_rank: R, most rank components of an adapter on one pool device.
+        entries: E, adapters a lane has room for.
+        a_pages: MA, pages of a table of A.
+        b_pages: MB.
+        stripes: S.
+        shards: of the mesh axis `tensor`.
+    """
+
+    phase: str
+    tokens: int
+    layout: PageLayout
+    groups: tuple[tuple[str, ...], ...]
+    max_rank: int
+    entries: int
+    a_pages: int
+    b_pages: int
+    stripes: int = 1
+    shards: int = 1
+
+    @functools.cached_property
+    def item(self) -> int:
+        """Bytes of a number, all shards together."""
+        return self.shards * self.layout.dtype.itemsize
+
+    @functools.cached_property
+    def x_bytes(self) -> int:
+        """Inputs of all groups and layers to all stripes."""
+        width = sum(self.layout.in_width(group[0]) for group in self.groups)
+        return self.stripes * self.layout.num_layers * self.tokens * width * self.item
+
+    @functools.cached_property
+    def y_bytes(self) -> int:
+        """Outputs of all projections and layers from all stripes."""
+        width = sum(self.layout.out_width(name) for name in self.projections)
+        return self.stripes * self.layout.num_layers * self.tokens * width * self.item
+
+    @functools.cached_property
+    def m_bytes(self) -> int:
+        """Products with A of all projections and layers from all stripes."""
+        width = self.max_rank * len(self.projections)
+        return self.stripes * self.layout.num_layers * self.tokens * width * self.item
+
+    @functools.cached_property
+    def call_bytes(self) -> int:
+        """Layer numbers of one near-data call a group and layer."""
+        return WORD * self.shards * self.layout.num_layers * len(self.groups)
+
+    @functools.cached_property
+    def projections(self) -> tuple[str, ...]:
+        return tuple(name for group in self.groups for name in group)
+
+    @functools.cached_property
+    def indices(self) -> tuple[int, ...]:
+        """J of each projection."""
+        return tuple(self.layout.index(name) for name in self.projections)
+
+    @functools.cached_property
+    def component_numbers(self) -> np.ndarray:
+        """I + O of each projection, what a rank component has."""
+        return np.array([self.layout.in_width(name) + self.layout.out_width(name) for name in self.projections])
+
+    @functools.cached_property
+    def table_words(self) -> int:
+        """Words of a lane's tables in the pool, on one shard."""
+        layers, names = self.layout.num_layers, len(self.layout.names)
+        entry = self.stripes * (names + self.a_pages + self.b_pages) + layers * names
+        return self.tokens + 1 + self.entries * entry
+
+
+class LaneFacts(NamedTuple):
+    """Numbers of a lane's n adapters on one shard; the same as long as the lane's adapters are.
+
+    Attributes:
+        inputs: [n], sum of I over layers and input groups that an adapter changes.
+        outputs: [n], sum of O over its matrices.
+        ranks: [n], sum of r over its matrices.
+        numbers: of A and B of all adapters.
+        totals: [S, J], rank components of all adapters.
+        pages: entries of the page tables in use.
+    """
+
+    inputs: np.ndarray
+    outputs: np.ndarray
+    ranks: np.ndarray
+    numbers: int
+    totals: np.ndarray
+    pages: int
+
+
+def lane_facts(adapters: Sequence[PlacedAdapter]) -> LaneFacts:
+    """The facts of a lane.
+
+    Args:
+        adapters: of the lane, in its order; at least one.
+    """
+    facts = [adapter.facts for adapter in adapters]
+    return LaneFacts(
+        inputs=np.array([f.inputs for f in facts]),
+        outputs=np.array([f.outputs for f in facts]),
+        ranks=np.array([f.ranks for f in facts]),
+        numbers=sum(f.a_numbers + f.b_numbers for f in facts),
+        totals=np.sum([adapter.ranks for adapter in adapters], axis=0),
+        pages=sum(np.count_nonzero(p) for adapter in adapters for p in (adapter.a_pages, adapter.b_pages)),
+    )
+
+
+class LoraUse(NamedTuple):
+    """What a lane that is not empty serves in a step.
+
+    Attributes:
+        tokens: [n], tokens of each adapter.
+        facts: of the adapters.
+    """
+
+    tokens: Sequence[int]
+    facts: LaneFacts
+
+
+def resident(bucket: LoraBucket, use: LoraUse) -> list[Bytes]:
+    """Nothing: A and B are on the device."""
+    del bucket, use
+    return []
+
+
+def fetch(bucket: LoraBucket, use: LoraUse) -> list[Bytes]:
+    """Chunks of A and B to the device."""
+    chunks_P = chunks(use.facts.totals)[:, bucket.indices].sum(axis=0)
+    layers = bucket.layout.num_layers
+    moved = int(chunks_P @ bucket.component_numbers) * CHUNK_ROWS * layers * bucket.item
+    calls = 2 * int(chunks_P.sum()) * layers
+    return [
+        _bytes("adapter", "fetch", "to_device", bucket.phase, moved, use.facts.numbers * bucket.item),
+        _control("fetch", bucket.phase, 2 * WORD * calls * bucket.shards),
+    ]
+
+
+def near_data(bucket: LoraBucket, use: LoraUse) -> list[Bytes]:
+    """Inputs to the pool, outputs back."""
+    y = int(np.dot(use.tokens, use.facts.outputs)) * bucket.stripes * bucket.item
+    return [
+        _inputs("near_data", bucket, use),
+        _bytes("activation", "near_data", "to_device", bucket.phase, bucket.y_bytes, y),
+        _control("near_data", bucket.phase, bucket.call_bytes),
+    ]
+
+
+def split(bucket: LoraBucket, use: LoraUse) -> list[Bytes]:
+    """Inputs to the pool, their products with A back."""
+    m = int(np.dot(use.tokens, use.facts.ranks)) * bucket.item
+    return [
+        _inputs("split", bucket, use),
+        _bytes("activation", "split", "to_device", bucket.phase, bucket.m_bytes, m),
+        _control("split", bucket.phase, bucket.call_bytes),
+    ]
+
+
+def lora_tables(bucket: LoraBucket, strategy: str, use: LoraUse | None) -> Bytes:
+    """A lane's tables to the pool; they go there in each step, also when the lane is empty.
+
+    Args:
+        bucket: sizes.
+        strategy: of the lane.
+        use: None when the lane is empty.
+    """
+    used = 1
+    if use is not None:
+        names = len(bucket.layout.names)
+        per_adapter = names * (bucket.stripes + bucket.layout.num_layers)
+        used += int(np.sum(use.tokens)) + len(use.tokens) * per_adapter + use.facts.pages
+    moved = WORD * bucket.shards * bucket.table_words
+    return _bytes("control", strategy, "to_pool", bucket.phase, moved, WORD * bucket.shards * used)
+
+
+def lora_loop_counts(bucket: LoraBucket, use: Mapping[str, LoraUse]) -> dict[str, int]:
+    """How often what is data in a program runs, for `audit`.
+
+    Args:
+        bucket: sizes.
+        use: by strategy; one that is absent is an empty lane.
+    """
+    counts = {f"{bucket.phase}.{name}": int(name in use) for name in ("resident", "fetch", "near_data", "split")}
+    totals = use["fetch"].facts.totals if "fetch" in use else np.zeros((bucket.stripes, len(bucket.layout.names)), int)
+    for s, of_stripe in enumerate(chunks(totals)):
+        for name, index in zip(bucket.projections, bucket.indices, strict=True):
+            counts[chunk_scope(f"{bucket.phase}.fetch", name, s)] = int(of_stripe[index])
+    return counts
+
+
+def chunks(totals_SJ: np.ndarray) -> np.ndarray:
+    """Chunks of CHUNK_ROWS rank components, of each stripe and projection."""
+    return -(-totals_SJ // CHUNK_ROWS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class KvBucket:
+    """Sizes of one phase's attention in a compiled program.
+
+    Attributes:
+        phase: first part of the strategies' names in the trace.
+        groups: N.
+        queries: Q, of a group.
+        heads: query heads of one shard.
+        layout: of pages, of one shard.
+        table_pages: M, pages of a table.
+        stream_pages: entries of the stream, a multiple of SCRATCH_PAGES.
+        pool_devices: D.
+        shards: of the mesh axis `tensor`.
+    """
+
+    phase: str
+    groups: int
+    queries: int
+    heads: int
+    layout: PageLayout
+    table_pages: int
+    stream_pages: int
+    pool_devices: int = 1
+    shards: int = 1
+
+    @functools.cached_property
+    def item(self) -> int:
+        """Bytes of a number, all shards together."""
+        return self.shards * self.layout.dtype.itemsize
+
+    @functools.cached_property
+    def head_layers(self) -> int:
+        """Heads of one query in all layers, on one shard."""
+        return self.heads * self.layout.num_layers
+
+    @functools.cached_property
+    def round_bytes(self) -> int:
+        """Pages of one round in all layers."""
+        return SCRATCH_PAGES * self.layout.page_bytes * self.shards
+
+
+class KvUse(NamedTuple):
+    """What the host knows of a step's attention.
+
+    Attributes:
+        rounds: of SCRATCH_PAGES streamed pages; 0 when none is missing.
+        streamed_pages: pages in them, each once however many sequences read it.
+        near_queries: [D], queries that are attended near the data, by pool device that holds pages of theirs.
+    """
+
+    rounds: int = 0
+    streamed_pages: int = 0
+    near_queries: Sequence[int] = ()
+
+
+def local(bucket: KvBucket, use: KvUse) -> list[Bytes]:
+    """Rounds of pages to the device."""
+    if not use.rounds:
+        return []
+    useful = use.streamed_pages * bucket.layout.page_bytes * bucket.shards
+    calls = use.rounds * bucket.layout.num_layers
+    return [
+        _bytes("kv", "local", "to_device", bucket.phase, use.rounds * bucket.round_bytes, useful),
+        _control("local", bucket.phase, 2 * WORD * calls * bucket.shards),
+    ]
+
+
+def distributed(bucket: KvBucket, use: KvUse) -> list[Bytes]:
+    """Queries to the pool, partial results back."""
+    if not any(use.near_queries):
+        return []
+    rows = bucket.pool_devices * bucket.groups * bucket.queries * bucket.head_layers
+    useful_rows = sum(use.near_queries) * bucket.head_layers
+    q_bytes = bucket.layout.head_dim * bucket.item
+    back_bytes = q_bytes + 2 * WORD * bucket.shards
+    phase = bucket.phase
+    return [
+        _bytes("activation", "distributed", "to_pool", phase, rows * q_bytes, useful_rows * q_bytes),
+        _bytes("activation", "distributed", "to_device", phase, rows * back_bytes, useful_rows * back_bytes),
+        _control("distributed", phase, 2 * WORD * bucket.layout.num_layers * bucket.shards),
+    ]
+
+
+def kv_tables(bucket: KvBucket, *, streamed_pages: int, near_pages: int) -> list[Bytes]:
+    """Page tables and positions to the pool; they go there in each step.
+
+    Args:
+        bucket: sizes.
+        streamed_pages: entries of the stream in use.
+        near_pages: entries in use of the tables of pages that are attended near the data.
+    """
+    word = WORD * bucket.shards
+    positions = bucket.groups * bucket.queries + 2
+    tables = bucket.pool_devices * bucket.groups * bucket.table_pages
+    used = near_pages + positions if near_pages else 0
+    phase = bucket.phase
+    return [
+        _bytes("control", "local", "to_pool", phase, word * bucket.stream_pages, word * streamed_pages),
+        _bytes("control", "distributed", "to_pool", phase, word * (tables + positions), word * used),
+    ]
+
+
+def kv_loop_counts(bucket: KvBucket, use: KvUse) -> dict[str, int]:
+    """How often what is data in a program runs, for `audit`."""
+    return {f"{bucket.phase}.local": use.rounds, f"{bucket.phase}.distributed": int(any(use.near_queries))}
+
+
+def _inputs(strategy: str, bucket: LoraBucket, use: LoraUse) -> Bytes:
+    useful = int(np.dot(use.tokens, use.facts.inputs)) * bucket.stripes * bucket.item
+    return _bytes("activation", strategy, "to_pool", bucket.phase, bucket.x_bytes, useful)
+
+
+def _control(strategy: str, phase: str, size: int) -> Bytes:
+    return _bytes("control", strategy, "to_pool", phase, size, size)
+
+
+def _bytes(item: str, strategy: str, direction: Direction, phase: str, moved: int, useful: int) -> Bytes:
+    return Crossing(item, strategy, direction, phase), LinkBytes(moved, useful)
