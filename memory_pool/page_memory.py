@@ -99,6 +99,7 @@ class PageMemory:
     ) -> None:
         self.layout, self.mesh = layout, mesh
         self.num_shards = int(mesh.shape[link.TENSOR_AXIS])
+        assert not layout.projections or layout.num_shards == self.num_shards, layout.num_shards
         self.pool_devices, self.pool_pages = pool_devices, pool_pages
         self.page_bytes = self.num_shards * layout.page_bytes
         self._raw = raw_dtype(layout.dtype)
