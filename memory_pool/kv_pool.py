@@ -143,9 +143,9 @@ class KvPool:
         return self._pool.num_free
 
     @property
-    def num_pages(self) -> int:
-        """Pool pages that sequences hold or can take now."""
-        return self._held + self._pool.num_free
+    def num_held_pages(self) -> int:
+        """Pool pages that sequences hold."""
+        return self._held
 
     @property
     def num_copies(self) -> int:
@@ -154,7 +154,7 @@ class KvPool:
 
     @property
     def usage(self) -> float:
-        """Pool pages that sequences hold, as a share of `num_pages`. Any thread."""
+        """Pool pages that sequences hold, as a share of those and the free ones, 0 to 1. Any thread."""
         held = self._held
         return held / max(held + self._pool.num_free, 1)
 
@@ -174,7 +174,7 @@ class KvPool:
     def lack(self, handle: KvHandle, end: int) -> Lack | None:
         """What stands against `extend(handle, end)`; None where it would succeed. Does not mutate."""
         stop = self.pages_for(end)
-        if not self._pool.can_alloc(max(0, stop - handle.num_pages)):
+        if stop > handle.num_pages and not self._pool.can_alloc(stop - handle.num_pages):
             return Lack.POOL
         needed = stop - handle.computed // self.page_tokens - self._writable(handle)
         return Lack.DEVICE if needed > self._device.num_free + len(self._copies) else None

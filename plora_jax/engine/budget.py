@@ -32,11 +32,24 @@ class SchedulerConfig:
     max_waiting: int = 1024
     max_adapter_passes: int = 64
 
-    def validate(self, num_pages: int) -> None:
+    @property
+    def max_step_pages(self) -> int:
+        """Most KV pages that one step writes to for one sequence."""
+        chunk = min(
+            self.prefill_chunk_tokens or self.max_num_batched_tokens,
+            self.max_num_batched_tokens,
+            self.max_prefill_tokens // self.prefill_block * self.prefill_block,
+        )
+        # A chunk may begin at the last token of a page.
+        tokens = min(chunk + self.page_tokens - 1, self.max_model_len)
+        return -(-tokens // self.page_tokens)
+
+    def validate(self, *, pool_pages: int, device_pages: int) -> None:
         """Checks the limits against each other and against the KV pages there are.
 
         Args:
-            num_pages: KV pages that sequences may take.
+            pool_pages: pages of the pool that sequences may take.
+            device_pages: KV pages of the device.
 
         Raises:
             ValueError: naming every problem and what to change.
@@ -59,10 +72,16 @@ class SchedulerConfig:
                 f"max_prefill_tokens {self.max_prefill_tokens} is below prefill_block {self.prefill_block}, so no "
                 "prompt fits: raise max_prefill_tokens"
             )
-        if not problems and num_pages * self.page_tokens < self.max_model_len:
+        if not problems and pool_pages * self.page_tokens < self.max_model_len:
             problems.append(
-                f"the KV cache holds {num_pages} pages of {self.page_tokens} tokens, fewer than one sequence of "
-                f"max_model_len {self.max_model_len} tokens needs: raise --device_kv_mb or lower --max_model_len"
+                f"the pool holds {pool_pages} KV pages of {self.page_tokens} tokens, fewer than one sequence of "
+                f"max_model_len {self.max_model_len} tokens needs: raise --pool_memory_gb or lower --max_model_len"
+            )
+        if not problems and device_pages < self.max_step_pages:
+            problems.append(
+                f"the device holds {device_pages} KV pages of {self.page_tokens} tokens, and a step may write to "
+                f"{self.max_step_pages} of one sequence: raise --device_kv_mb, or lower --max_num_batched_tokens or "
+                "--prefill_chunk_tokens"
             )
         if problems:
             raise ValueError("; ".join(problems))

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from memory_pool.pages import PageAllocator
+from memory_pool.kv_pool import KvPool
 from plora_jax.adapters.adapter import Adapter
 from plora_jax.engine.adapter_table import AdapterStatus, AdapterTable
 from plora_jax.engine.budget import SchedulerConfig
@@ -40,7 +40,7 @@ class Engine:
     Args:
         executor: carries out steps.
         scheduler_config: limits; also the longest sequence.
-        pages: KV pages of the executor's page space.
+        kv: KV pages of the executor's memory, in the pool and on the device.
         tokenizer: of the base model.
         adapters: keeps the adapters; None serves the base model only.
         load_adapter: reads and checks an adapter: (name, path) to Adapter. Runs in the thread that asks.
@@ -51,7 +51,7 @@ class Engine:
         seed: of the random draws of requests that bring no seed.
 
     Raises:
-        ValueError: the limits contradict each other, the pages or the executor.
+        ValueError: the limits contradict each other, the KV pages or the executor.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Engine:
         *,
         executor: Executor,
         scheduler_config: SchedulerConfig,
-        pages: PageAllocator,
+        kv: KvPool,
         tokenizer: Tokenizer,
         adapters: AdapterStorage | None,
         load_adapter: Callable[[str, str], Adapter],
@@ -79,11 +79,12 @@ class Engine:
         self.clock = clock or SystemClock()
         store = adapters or NoAdapters()
         self._read_adapter = load_adapter
-        self._scheduler = Scheduler(scheduler_config, pages, store)
+        self._scheduler = Scheduler(scheduler_config, kv, store)
         self._recorder = Recorder()
         self._loop = EngineLoop(
             executor, self._scheduler, recorder=self._recorder, clock=self.clock, release=self._release_adapter
         )
+        store.between_steps = self._loop.run_between_steps
         self._table = AdapterTable(store, base_name=model_name, clock=self.clock, post=self._loop.post)
         self._random = random.Random(seed)
         self._seq_ids = itertools.count(1)
@@ -227,6 +228,8 @@ class Engine:
             waiting=max(0, self._loop.num_live - scheduler.running),
             kv_usage=scheduler.kv_usage,
             preemptions=scheduler.preemptions,
+            suspensions=scheduler.suspensions,
+            restores=scheduler.restores,
             prompt_tokens=prompt_tokens,
             generation_tokens=generation_tokens,
             finished=finished,

@@ -1,7 +1,8 @@
 """The engine's loop: commands in, plan, execute, complete, deliver.
 
 Everything that a step touches (scheduler, streams, references) belongs to whoever steps: the background thread after
-`start`, else whoever waits for a generation. Other threads hand in commands, which run between two steps.
+`start`, else whoever waits for a generation. Other threads hand in commands, which run between two steps: quick ones
+all at once (`post`), one of the others at a time (`run_between_steps`), so that no stream waits for more than one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import collections
 import logging
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from plora_jax.engine.clock import Clock
 from plora_jax.engine.errors import EngineDeadError, OverloadedError
@@ -26,8 +27,40 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the engine gives up: one bad request must not end it, a broken device must."""
 
+T = TypeVar("T")
+
 _RETRY_AFTER_S = 1.0
 _STALLED_S = 0.001
+
+
+class _Task:
+    """A function that another thread waits for."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+        self._done = threading.Event()
+        self._result: object = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Runs the function and hands over what it returns or raises."""
+        try:
+            self._result = self._function()
+        except Exception as error:
+            self._error = error
+        self._done.set()
+
+    def fail(self, error: Exception) -> None:
+        """Raises an error in the thread that waits."""
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> Any:
+        """What the function returned; raises what it raised."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 class Live(NamedTuple):
@@ -67,8 +100,9 @@ class EngineLoop:
         self._drain_until_s = 0.0
         self._failed_steps = 0
         self._stepping = threading.RLock()
-        self._wake = threading.Condition()  # over the commands and the thread
+        self._wake = threading.Condition()  # over the commands, the tasks and the thread
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._tasks: collections.deque[_Task] = collections.deque()
         self._thread: threading.Thread | None = None
 
     @property
@@ -127,6 +161,33 @@ class EngineLoop:
             with self._stepping:
                 self._run_commands()
 
+    def run_between_steps(self, function: Callable[[], T]) -> T:
+        """Runs a function between two steps, one such function after each step, and waits for it. Any thread.
+
+        Without a thread, and on the engine's own, it runs at once.
+
+        Args:
+            function: may take as long as a stream can wait, and touch what steps touch.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            EngineDeadError: the engine is dead or shut down, or was so before it came to the function.
+            Exception: what the function raises.
+        """
+        task = _Task(function)
+        with self._wake:
+            queued = self._thread is not None and self._thread is not threading.current_thread()
+            if queued:
+                self._tasks.append(task)
+                self._wake.notify_all()
+        if not queued:
+            with self._stepping:
+                self._check_alive()
+                task.run()
+        return task.wait()
+
     def drive(self) -> bool:
         """Steps once where there is no thread to do it; returns False where there is one."""
         if self._thread is not None:
@@ -158,13 +219,14 @@ class EngineLoop:
         self._finish()
 
     def step(self) -> bool:
-        """Runs the commands and one step. Not while a thread does.
+        """Runs the commands, at most one task and one step. Not while a thread does.
 
         Returns:
             Whether anything ran.
         """
         with self._stepping:
             self._run_commands()
+            self._run_task()
             plan = self._plan()
             for row, result in self._execute(plan):
                 self._advance(row, result)
@@ -197,10 +259,14 @@ class EngineLoop:
     def _sleep(self) -> None:
         """Waits for a command; where sequences are in flight but none could run, only a moment."""
         with self._wake:
-            if not self._commands and not self._closing:
+            if not self._commands and not self._tasks and not self._closing:
                 self._wake.wait(_STALLED_S if self._live else None)
 
     def _finish(self) -> None:
+        with self._wake:
+            tasks, self._tasks = self._tasks, collections.deque()
+        for task in tasks:
+            task.fail(self._dead_error())
         with self._stepping:
             self._run_commands()
             self._abort(lambda live: True)
@@ -212,6 +278,21 @@ class EngineLoop:
                     return
                 command = self._commands.popleft()
             command()
+
+    def _run_task(self) -> None:
+        with self._wake:
+            task = self._tasks.popleft() if self._tasks else None
+        if task is not None:
+            task.run()
+
+    def _check_alive(self) -> None:
+        """Raises EngineDeadError where nothing runs any more."""
+        if not self.healthy:
+            raise self._dead_error()
+
+    def _dead_error(self) -> EngineDeadError:
+        why = "was shut down" if self._dead is None else f"is dead: {self._dead}"
+        return EngineDeadError(f"the engine {why}")
 
     def _enqueue(self, lives: list[Live]) -> None:
         for live in lives:
@@ -236,6 +317,7 @@ class EngineLoop:
             results = self._executor.execute(plan)
             if len(results) != len(plan.rows):
                 raise RuntimeError(f"{len(results)} results came back for {len(plan.rows)} rows")
+            done = self._scheduler.complete(plan, results)
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.rows))
             self._failed_steps += 1
@@ -245,7 +327,7 @@ class EngineLoop:
                 self._die(f"{MAX_FAILED_STEPS} steps in a row failed, the last with {_say(error)}")
             return []
         self._failed_steps = 0
-        return self._scheduler.complete(plan, results)
+        return done
 
     def _advance(self, row: Row, result: RowResult) -> None:
         seq = row.sequence

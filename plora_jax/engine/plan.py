@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
+from memory_pool.kv_pool import KvHandle
 from plora_jax.engine.outputs import TokenLogprobs
 from plora_jax.engine.params import SamplingParams
 
@@ -26,8 +27,8 @@ class Sequence:
         adapter_id: identity of the adapter load, 0 for the base model.
         arrival_s: clock time of submission.
         priority: smaller runs first; equal ones in order of arrival.
-        pages: KV pages held, in order of position.
-        computed: tokens whose keys and values are in `pages`.
+        kv: where its keys and values are; None while it has none.
+        computed: tokens whose keys and values are there.
         suppressed_ids: tokens that may not be chosen before `min_tokens` are generated (end and stop tokens).
     """
 
@@ -40,7 +41,7 @@ class Sequence:
     priority: int = 0
     suppressed_ids: tuple[int, ...] = ()
     output_ids: list[int] = dataclasses.field(default_factory=list)
-    pages: list[int] = dataclasses.field(default_factory=list)
+    kv: KvHandle | None = None
     computed: int = 0
 
     @property

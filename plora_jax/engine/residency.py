@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from plora_jax.adapters.adapter import Adapter, AdapterError
@@ -37,7 +38,14 @@ class AdapterPlacement(Protocol):
 
 
 class AdapterStorage(AdapterResidency, Protocol):
-    """Keeps adapters and says where they are."""
+    """Keeps adapters and says where they are.
+
+    Attributes:
+        between_steps: runs a function on the engine's thread between two steps and waits for it; set by the engine.
+            Whatever touches device memory or the pool goes through it, in pieces that no stream minds waiting for.
+    """
+
+    between_steps: Callable[[Callable[[], None]], None]
 
     def put(self, adapter: Adapter, /) -> None:
         """Takes an adapter in, under its identity. Called from the thread that loads it.
@@ -58,6 +66,8 @@ class AdapterStorage(AdapterResidency, Protocol):
 
 class NoAdapters:
     """The store of a server that serves the base model only."""
+
+    between_steps: Callable[[Callable[[], None]], None]
 
     def can_acquire(self, adapter_id: int) -> bool:
         return not adapter_id

@@ -4,20 +4,24 @@
     results = executor.execute(plan)
     for row, result in scheduler.complete(plan, results): ...
 
+Keys and values have their home in the pool (`memory_pool.kv_pool`); the device holds the pages that are written to,
+one for each decoding sequence. Where the pool is full, the last running sequence loses its keys and values and computes
+them again later; those that only wait lose theirs first. Where the device is full, the last one is suspended: it goes
+on later where it was.
+
 Sequences are ordered by (priority, arrival). The first of the running ones can always take the pages it needs, from
-the last one if none is free, and a page space holds at least one sequence of the longest length: so it always finishes,
-then the next one does, and nothing waits forever (for adapters, see `plora_jax.engine.turns`). Host state in plain
-Python, owned by the engine's thread.
+the last one if none is free, and pool and device hold at least what one sequence of the longest length needs: so it
+always finishes, then the next one does, and nothing waits forever (for adapters, see `plora_jax.engine.turns`). Host
+state in plain Python, owned by the engine's thread.
 """
 
 from __future__ import annotations
 
 import bisect
-import collections
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from memory_pool.pages import PageAllocator
+from memory_pool.kv_pool import KvHandle, KvPool, Lack
 from plora_jax.engine.budget import SchedulerConfig, StepBudget
 from plora_jax.engine.plan import Row, RowResult, Sequence, StepPlan
 from plora_jax.engine.residency import AdapterResidency
@@ -28,15 +32,19 @@ class SchedulerStats(NamedTuple):
     """Where the sequences are.
 
     Attributes:
-        running: sequences that hold pages and an adapter.
-        waiting: sequences that hold nothing.
+        running: sequences that hold an adapter and may write to pages.
+        waiting: sequences that do not; suspended ones hold pages of the pool.
         preemptions: times a running sequence was sent back to wait, since the start.
-        kv_usage: share of the KV pages that are taken, 0 to 1.
+        suspensions: those of them that kept keys and values.
+        restores: pages brought back to the device to be filled on, since the start.
+        kv_usage: share of the pool's KV pages that are taken, 0 to 1.
     """
 
     running: int
     waiting: int
     preemptions: int
+    suspensions: int
+    restores: int
     kv_usage: float
 
 
@@ -45,23 +53,24 @@ class Scheduler:
 
     Args:
         config: limits of a step.
-        pages: KV pages; nobody else takes from them.
+        kv: KV pages in the pool and on the device.
         adapters: references of running sequences to adapters.
 
     Raises:
-        ValueError: the limits contradict each other, or the pages cannot hold one sequence of max_model_len tokens.
+        ValueError: the limits contradict each other, the pool cannot hold one sequence of max_model_len tokens, or the
+            device the pages that a step writes to.
     """
 
-    def __init__(self, config: SchedulerConfig, pages: PageAllocator, adapters: AdapterResidency) -> None:
-        config.validate(pages.num_usable)
+    def __init__(self, config: SchedulerConfig, kv: KvPool, adapters: AdapterResidency) -> None:
+        config.validate(pool_pages=kv.num_free_pages, device_pages=kv.num_device_pages)
         self.config = config
-        self._pages = pages
+        self._kv = kv
         self._turns = AdapterTurns(adapters, config.max_adapter_passes)
         self._by_id: dict[int, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._unservable: list[Sequence] = []
-        self._preemptions = 0
+        self._preemptions = self._suspensions = 0
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -73,8 +82,14 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Numbers of now. May be called from any thread."""
-        usage = 1 - self._pages.num_free / self._pages.num_usable
-        return SchedulerStats(len(self._running), len(self._waiting), self._preemptions, usage)
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            preemptions=self._preemptions,
+            suspensions=self._suspensions,
+            restores=self._kv.restores,
+            kv_usage=self._kv.usage,
+        )
 
     def add(self, seq: Sequence) -> None:
         """Puts a new sequence into the waiting queue."""
@@ -96,9 +111,10 @@ class Scheduler:
         if seq is None:
             return False
         if _take(self._running, seq):
-            self._give_back(seq)
+            self._turns.stop(seq)
         else:
             _take(self._waiting, seq)
+        self._drop(seq)
         self._turns.forget(seq_id)
         return True
 
@@ -111,7 +127,7 @@ class Scheduler:
         """Plans one step.
 
         Returns:
-            Rows; none where nothing can run now. Their sequences hold the pages of every token planned.
+            Rows; none where nothing can run now. Their sequences have pages on the device for every token planned.
 
         Mutates:
             pages, adapter references and both queues: sequences may be admitted or preempted.
@@ -124,12 +140,14 @@ class Scheduler:
         return StepPlan(sorted(rows.values(), key=lambda row: not row.decode))
 
     def complete(self, plan: StepPlan, results: SequenceOf[RowResult]) -> list[tuple[Row, RowResult]]:
-        """Books the results of a step: computed tokens and the tokens drawn.
+        """Books the results of a step: computed tokens and the tokens drawn. Full pages are written to the pool.
 
         Returns:
             The rows with their results, in the order of the plan. Who ended is the caller's business: `remove` it.
         """
         done = list(zip(plan.rows, results, strict=True))
+        held = [(row, kv) for row in plan.rows if (kv := row.sequence.kv) is not None]
+        self._kv.commit((kv, row.start + row.count) for row, kv in held)
         for row, result in done:
             seq = row.sequence
             if seq.seq_id not in self._by_id:
@@ -141,28 +159,27 @@ class Scheduler:
         return done
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless pages and adapter references are exactly those of the running sequences."""
-        self._pages.check_integrity()
-        held = collections.Counter(page for seq in self._running for page in seq.pages)
-        assert sum(held.values()) + self._pages.num_free == self._pages.num_usable, "a page is lost or held twice"
-        assert all(self._pages.references(page) == count for page, count in held.items()), "a page reference is lost"
+        """Raises AssertionError unless pages and adapter references are exactly those of the sequences here."""
+        self._kv.check_integrity()
         self._turns.check_integrity(self._running, self._waiting)
-        for seq in self._running:
-            assert seq.computed <= len(seq.pages) * self.config.page_tokens, f"sequence {seq.seq_id} lacks pages"
-            assert len(seq.pages) <= self._pages_for(seq.num_tokens), f"sequence {seq.seq_id} holds pages too early"
-        assert not any(seq.pages or seq.computed for seq in self._waiting), "a waiting sequence holds pages"
+        everyone = self._running + self._waiting
+        pages = sum(seq.kv.num_pages for seq in everyone if seq.kv)
+        assert pages == self._kv.num_held_pages, "a page is held by nobody here"
+        for seq in everyone:
+            assert seq.computed == (seq.kv.computed if seq.kv else 0), f"sequence {seq.seq_id} lost count of its tokens"
+            most = self._kv.pages_for(seq.num_tokens)
+            assert not seq.kv or seq.kv.num_pages <= most, f"sequence {seq.seq_id} holds pages too early"
+        assert all(seq.kv for seq in self._running), "a running sequence has no pages"
+        assert all(seq.kv.suspended for seq in self._waiting if seq.kv), "a waiting sequence is not suspended"
         assert len(self._running) <= self.config.max_num_seqs, "too many sequences run"
         for queue in (self._running, self._waiting):
             assert queue == sorted(queue, key=_order), "a queue is out of order"
-        assert {s.seq_id for s in self._running + self._waiting} == set(self._by_id), "a sequence is lost"
+        assert {seq.seq_id for seq in everyone} == set(self._by_id), "a sequence is lost"
 
     def _plan_decodes(self, rows: dict[int, Row], budget: StepBudget) -> None:
         for seq in tuple(self._running):
-            if not _decodes(seq) or not _contains(self._running, seq):
-                continue
-            if self._provide(seq, 1, rows):
-                rows[seq.seq_id] = Row(seq, seq.computed, 1, decode=True, samples=True)
-                budget.take_decode()
+            if _decodes(seq) and _contains(self._running, seq):
+                self._plan_decode(seq, rows, budget)
 
     def _plan_prefills(self, rows: dict[int, Row], budget: StepBudget) -> None:
         for seq in tuple(self._running):
@@ -172,7 +189,6 @@ class Scheduler:
     def _admit(self, rows: dict[int, Row], budget: StepBudget) -> None:
         """Starts waiting sequences in order, as long as there is room for all their known tokens."""
         self._turns.begin()
-        promised = sum(self._pages_for(seq.num_tokens) - len(seq.pages) for seq in self._running)
         for seq in tuple(self._waiting):
             if len(self._running) >= self.config.max_num_seqs or not budget.fit(1):
                 return
@@ -181,27 +197,49 @@ class Scheduler:
                     self.remove(seq.seq_id)
                     self._unservable.append(seq)
                 continue
-            promised += self._pages_for(seq.num_tokens)
-            if not self._pages.can_alloc(promised):
+            if not self._has_room(seq):
                 return
             _take(self._waiting, seq)
             bisect.insort(self._running, seq, key=_order)
             self._turns.start(seq)
-            promised -= self._plan_chunk(seq, rows, budget)
+            seq.kv = seq.kv or self._kv.open()
+            plan = self._plan_decode if _decodes(seq) else self._plan_chunk
+            plan(seq, rows, budget)
 
-    def _plan_chunk(self, seq: Sequence, rows: dict[int, Row], budget: StepBudget) -> int:
-        """Plans as much of a prefill as budget and pages allow; returns the number of pages taken for it."""
-        count, before = budget.fit(seq.num_tokens - seq.computed), len(seq.pages)
+    def _has_room(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence could run beside the others without any of them losing pages soon."""
+        # One that was suspended would be so again and again, unless each running one can have a page to write to.
+        if seq.kv and len(self._running) >= self._kv.num_device_pages:
+            return False
+        if self._kv.lack(seq.kv or self._kv.open(), seq.computed + 1) is Lack.DEVICE:
+            return False
+        needed = sum(self._kv.pages_for(s.num_tokens) - (s.kv.num_pages if s.kv else 0) for s in (*self._running, seq))
+        if needed <= self._kv.num_free_pages:
+            return True
+        behind = self._waiting[bisect.bisect_right(self._waiting, _order(seq), key=_order) :]
+        return needed <= self._kv.num_free_pages + sum(s.kv.num_pages for s in behind if s.kv)
+
+    def _plan_decode(self, seq: Sequence, rows: dict[int, Row], budget: StepBudget) -> None:
+        if self._provide(seq, 1, rows):
+            rows[seq.seq_id] = Row(seq, seq.computed, 1, decode=True, samples=True)
+            budget.take_decode()
+
+    def _plan_chunk(self, seq: Sequence, rows: dict[int, Row], budget: StepBudget) -> None:
+        """Plans as much of a prefill as budget and pages allow."""
+        count, kv = budget.fit(seq.num_tokens - seq.computed), _handle(seq)
+        if not count:
+            return
+        another = any(not row.decode for row in rows.values())
+        if another and self._kv.lack(kv, seq.computed + 1) is Lack.DEVICE:
+            return  # The chunk before it took the pages; all but one are free again after the step.
         # A shorter chunk costs less than another sequence's work, so only the first token of a chunk may preempt.
-        if not count or not self._provide(seq, 1, rows):
-            return 0
-        room = (len(seq.pages) + self._pages.num_free) * self.config.page_tokens - seq.computed
-        count = min(count, room)
-        self._provide(seq, count, rows)
+        if not self._provide(seq, 1, rows):
+            return
+        count = min(count, self._kv.room(kv))
+        self._kv.extend(kv, seq.computed + count)
         samples = seq.computed + count == seq.num_tokens
         rows[seq.seq_id] = Row(seq, seq.computed, count, decode=False, samples=samples)
         budget.take_prefill(count)
-        return len(seq.pages) - before
 
     def _provide(self, seq: Sequence, count: int, rows: dict[int, Row]) -> bool:
         """Gives a running sequence the pages of its next `count` tokens, from sequences behind it if none is free.
@@ -209,32 +247,53 @@ class Scheduler:
         Returns:
             False where there is nobody behind it: it keeps what it has and waits for those before it to end.
         """
-        needed = self._pages_for(seq.computed + count) - len(seq.pages)
-        while not self._pages.can_alloc(needed):
+        kv, end = _handle(seq), seq.computed + count
+        while (lack := self._kv.lack(kv, end)) is not None:
+            if lack is Lack.POOL and self._drop_waiting():
+                continue
             last = self._running[-1]
             if last is seq:
-                assert len(self._running) > 1, f"sequence {seq.seq_id} runs alone and lacks pages"
+                assert len(self._running) > 1, f"sequence {seq.seq_id} runs alone and lacks {lack.value}"
                 return False
             rows.pop(last.seq_id, None)
-            self._preempt(last)
-        if needed > 0:
-            seq.pages.extend(self._pages.alloc(needed))
+            self._preempt(last, keep=lack is Lack.DEVICE)
+        self._kv.extend(kv, end)
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Sends a running sequence back to wait in its order; its tokens are kept and computed again later."""
+    def _preempt(self, seq: Sequence, *, keep: bool) -> None:
+        """Sends a running sequence back to wait in its order.
+
+        Args:
+            seq: the sequence; its tokens are kept in any case.
+            keep: its keys and values stay in the pool; else they are computed again later.
+        """
         _take(self._running, seq)
-        self._give_back(seq)
+        self._turns.stop(seq)
+        if keep and seq.computed:
+            self._kv.suspend(_handle(seq))
+            self._suspensions += 1
+        else:
+            self._drop(seq)
         bisect.insort(self._waiting, seq, key=_order)
         self._preemptions += 1
 
-    def _give_back(self, seq: Sequence) -> None:
-        self._pages.free(seq.pages)
-        seq.pages, seq.computed = [], 0
-        self._turns.stop(seq)
+    def _drop_waiting(self) -> bool:
+        """Drops the keys and values of the last sequence that waits with some; returns whether there is one."""
+        for seq in reversed(self._waiting):
+            if seq.kv:
+                self._drop(seq)
+                return True
+        return False
 
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.config.page_tokens)
+    def _drop(self, seq: Sequence) -> None:
+        if seq.kv:
+            self._kv.close(seq.kv)
+        seq.kv, seq.computed = None, 0
+
+
+def _handle(seq: Sequence) -> KvHandle:
+    assert seq.kv is not None, f"sequence {seq.seq_id} does not run"
+    return seq.kv
 
 
 def _order(seq: Sequence) -> tuple[int, float, int]:

@@ -18,10 +18,12 @@ class EngineStats(NamedTuple):
     """Counters since the start, and where things stand now.
 
     Attributes:
-        running: sequences that hold pages.
-        waiting: sequences that do not yet.
-        kv_usage: share of the KV pages that are taken, 0 to 1.
+        running: sequences that may write to pages.
+        waiting: sequences that may not yet, or not at the moment.
+        kv_usage: share of the pool's KV pages that are taken, 0 to 1.
         preemptions: running sequences sent back to wait.
+        suspensions: those of them that kept keys and values.
+        restores: pages brought back to the device to be filled on.
         prompt_tokens: prompt tokens of requests that drew their first token.
         generation_tokens: tokens drawn.
         finished: completions that ended, by finish_reason.
@@ -33,6 +35,8 @@ class EngineStats(NamedTuple):
     waiting: int
     kv_usage: float
     preemptions: int
+    suspensions: int
+    restores: int
     prompt_tokens: int
     generation_tokens: int
     finished: Mapping[str, int]

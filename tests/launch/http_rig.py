@@ -24,11 +24,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from launch.http import HttpConfig, ServerState, create_app
 from launch.http.metrics import Metrics, MetricSources
 from launch.http.server import Server, open_socket
-from memory_pool.pages import PageAllocator
 from plora_jax.adapters.adapter import Adapter, AdapterError
 from plora_jax.engine import Engine, Sequence
 from plora_jax.tokenizer import Tokenizer
-from tests.plora_jax.engine_fakes import FakeExecutor, FakeStore, hashed_token, make_config
+from tests.plora_jax.engine_fakes import FakeExecutor, FakeKv, FakeStore, hashed_token, make_config, make_kv
 
 REPLY = "Hello wörld! 1 2 3"
 IM_START, IM_END = 256, 257
@@ -76,7 +75,7 @@ class HttpRig:
 
     engine: Engine
     executor: FakeExecutor
-    pages: PageAllocator
+    kv: FakeKv
     state: ServerState
 
     def client(self) -> TestClient:
@@ -91,7 +90,7 @@ class HttpRig:
         while (stats := self.engine.stats()).running or stats.waiting or self.state.flights:
             assert time.monotonic() < until_s, f"still in flight: {stats}"
             time.sleep(0.01)
-        assert self.pages.num_free == self.pages.num_usable
+        self.kv.check_all_given_back()
 
 
 @contextlib.contextmanager
@@ -99,12 +98,13 @@ def http_rig(**options: object) -> Iterator[HttpRig]:
     """A rig; `options` are fields of HttpConfig, or of SchedulerConfig where they are named there."""
     limits = {"max_num_seqs": 8, "max_model_len": CONTEXT, "max_num_batched_tokens": 64, "max_prefill_tokens": 64}
     limits |= {name: options.pop(name) for name in list(options) if name in ("max_num_seqs", "max_waiting")}
-    config, pages = make_config(**limits), PageAllocator(1025)
-    executor, tokenizer = FakeExecutor(config, scripted_token), byte_tokenizer()
+    config, tokenizer = make_config(**limits), byte_tokenizer()
+    executor = FakeExecutor(config, scripted_token)
+    kv = make_kv(executor, page_tokens=config.page_tokens, pool_pages=1024)
     engine = Engine(
         executor=executor,
         scheduler_config=config,
-        pages=pages,
+        kv=kv.kv,
         tokenizer=tokenizer,
         adapters=FakeStore(4),
         load_adapter=read_adapter,
@@ -123,7 +123,7 @@ def http_rig(**options: object) -> Iterator[HttpRig]:
     )
     engine.start()
     try:
-        yield HttpRig(engine, executor, pages, state)
+        yield HttpRig(engine, executor, kv, state)
     finally:
         engine.shutdown()
 

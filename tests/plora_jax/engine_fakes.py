@@ -7,8 +7,12 @@ import dataclasses
 import pathlib
 import zlib
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
+from memory_pool.kv_pool import ABSENT, HomePages, KvPool
+from memory_pool.ledger import Ledger
 from memory_pool.pages import PageAllocator
+from memory_pool.pool_pages import PoolPages
 from plora_jax.adapters.adapter import Adapter
 from plora_jax.engine import Engine, SchedulerConfig, Sequence, TokenLogprobs
 from plora_jax.engine.plan import Row, RowResult, StepPlan
@@ -40,8 +44,52 @@ def hashed_token(seq: Sequence) -> int:
     return 10 + zlib.crc32(known) % (VOCAB - 10)
 
 
+Page = list[int | None]
+"""What stands for the keys and values of each token of a page; None where none were written."""
+
+TOKEN_BYTES = 10
+
+
+class FakeMemory:
+    """Pool and device memory; `saves` and `loads` list the number of pages of each copy."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self.pool: dict[int, Page] = {}
+        self.device: dict[int, Page] = {}
+        self.saves: list[int] = []
+        self.loads: list[int] = []
+        self.fail_with: Exception | None = None
+
+    def save_kv(self, pool_ids: SequenceOf[int], device_ids: SequenceOf[int]) -> int:
+        self.saves.append(len(pool_ids))
+        return self._copy(self.device, device_ids, self.pool, pool_ids)
+
+    def load_kv(self, device_ids: SequenceOf[int], pool_ids: SequenceOf[int]) -> int:
+        self.loads.append(len(pool_ids))
+        return self._copy(self.pool, pool_ids, self.device, device_ids)
+
+    def write(self, device_page: int, offset: int, value: int) -> None:
+        assert device_page > 0, "a token was written to a reserved or absent page"
+        self.device.setdefault(device_page, [None] * self._page_tokens)[offset] = value
+
+    def read(self, device_page: int, pool_page: int, offset: int) -> int | None:
+        assert (device_page == ABSENT) != (pool_page == ABSENT), "a page is in exactly one of the tables"
+        return (self.pool[pool_page] if device_page == ABSENT else self.device[device_page])[offset]
+
+    def _copy(
+        self, source: dict[int, Page], source_ids: SequenceOf[int], to: dict[int, Page], ids: SequenceOf[int]
+    ) -> int:
+        if self.fail_with is not None:
+            raise self.fail_with
+        assert len(source_ids) == len(ids) == len(set(ids))
+        assert min(*ids, *source_ids) > 0
+        to.update({into: list(source[page]) for into, page in zip(ids, source_ids, strict=True)})
+        return len(ids) * self._page_tokens * TOKEN_BYTES
+
+
 class FakeExecutor:
-    """Keeps token ids as if they were keys and values, and checks that each row finds those of its own past.
+    """Keeps hashes of token prefixes as keys and values, and checks that each row finds those of its own past.
 
     Args:
         config: whose limits a plan must keep.
@@ -50,7 +98,7 @@ class FakeExecutor:
 
     def __init__(self, config: SchedulerConfig, draw: Callable[[Sequence], int] = hashed_token) -> None:
         self._config, self.draw = config, draw
-        self._memory: dict[tuple[int, int], int] = {}
+        self.memory = FakeMemory(config.page_tokens)
         self.plans: list[StepPlan] = []
         self.fail_with: Exception | None = None
         self.before_step: Callable[[StepPlan], None] = lambda plan: None
@@ -79,13 +127,18 @@ class FakeExecutor:
         seq, size = row.sequence, self._config.page_tokens
         assert row.start == seq.computed
         assert row.count >= 1
-        assert 0 not in seq.pages
+        assert seq.kv is not None
+        assert len(seq.kv.device_table()) == len(seq.kv.pool_table()) <= -(-seq.num_tokens // size)
         assert row.decode == (bool(seq.output_ids) and row.start == seq.num_tokens - 1)
         assert row.samples == (row.start + row.count == seq.num_tokens)
-        for position in range(row.start, row.start + row.count):
-            self._memory[seq.pages[position // size], position % size] = seq.token(position)
+        device, pool = seq.kv.device_table().tolist(), seq.kv.pool_table().tolist()
+        value = seq.adapter_id
         for position in range(row.start + row.count):
-            assert self._memory[seq.pages[position // size], position % size] == seq.token(position)
+            value = zlib.crc32(bytes(str(seq.token(position)), "ascii"), value)
+            page, offset = divmod(position, size)
+            if position >= row.start:
+                self.memory.write(device[page], offset, value)
+            assert self.memory.read(device[page], pool[page], offset) == value, f"wrong KV at position {position}"
         wants_prompt = seq.sampling.prompt_logprobs is not None and not row.decode
         last = min(row.start + row.count, len(seq.prompt_ids) - 1) if wants_prompt else row.start
         scored = tuple(self._entry(seq.prompt_ids[p]) for p in range(row.start + 1, last + 1))
@@ -109,13 +162,15 @@ class FakePlacement:
 class FakeStore:
     """Room for adapters of these sizes, 1 unless said; no room refuses all."""
 
+    between_steps: Callable[[Callable[[], None]], None]
+
     def __init__(self, room: int, sizes: dict[int, int] | None = None) -> None:
         self.room, self.sizes = room, sizes or {}
         self.references: collections.Counter[int] = collections.Counter()
         self.kept: set[int] = set()
 
     def put(self, adapter: Adapter, /) -> None:
-        self.kept.add(adapter.identity)
+        self.between_steps(lambda: self.kept.add(adapter.identity))
 
     def can_acquire(self, adapter_id: int) -> bool:
         taken = sum(self.sizes.get(held, 1) for held in +self.references)
@@ -156,13 +211,52 @@ def make_config(**changes: int | None) -> SchedulerConfig:
 
 
 @dataclasses.dataclass
+class FakeKv:
+    """KV pages over the memory of a fake executor."""
+
+    kv: KvPool
+    pool: HomePages
+    device: PageAllocator
+    ledger: Ledger
+
+    def check_all_given_back(self) -> None:
+        self.kv.check_integrity()
+        assert self.kv.num_held_pages == 0
+        assert self.device.num_free == self.device.num_usable
+
+
+def make_kv(
+    executor: FakeExecutor,
+    *,
+    page_tokens: int,
+    pool_pages: int,
+    device_pages: int | None = None,
+    pool_devices: int = 1,
+    keep_copies: int | None = None,
+) -> FakeKv:
+    """Pages that can be given out: of all pool devices, and of the device, by default as many."""
+    pool = PoolPages(pool_devices, -(-pool_pages // pool_devices) + 1)
+    device, ledger = PageAllocator((device_pages or pool_pages) + 1), Ledger()
+    kv = KvPool(
+        pool,
+        device,
+        executor.memory,
+        page_tokens=page_tokens,
+        token_bytes=TOKEN_BYTES,
+        keep_copies=keep_copies,
+        ledger=ledger,
+    )
+    return FakeKv(kv, pool, device, ledger)
+
+
+@dataclasses.dataclass
 class Rig:
     """An engine and everything behind it."""
 
     engine: Engine
     executor: FakeExecutor
     store: FakeStore
-    pages: PageAllocator
+    kv: FakeKv
     clock: FakeClock
 
     def load(self, name: str) -> int:
@@ -179,14 +273,16 @@ class Rig:
 
     def check_all_given_back(self) -> None:
         self.engine.check_integrity()
-        assert self.pages.num_free == self.pages.num_usable
+        self.kv.check_all_given_back()
         assert not +self.store.references
         assert all(status.in_flight == 0 for status in self.engine.adapters())
 
 
 def make_rig(
     *,
-    num_pages: int = 33,
+    pool_pages: int = 32,
+    device_pages: int | None = None,
+    keep_copies: int | None = None,
     room: int = 2,
     draw: Callable[[Sequence], int] = hashed_token,
     load_adapter: Callable[[str, str], Adapter] | None = None,
@@ -195,13 +291,20 @@ def make_rig(
     **limits: int | None,
 ) -> Rig:
     """An engine over fakes; `limits` as for `make_config`."""
-    config, clock, store, pages = make_config(**limits), FakeClock(), FakeStore(room), PageAllocator(num_pages)
+    config, clock, store = make_config(**limits), FakeClock(), FakeStore(room)
     executor = FakeExecutor(config, draw)
     executor.max_decode_rows = decode_rows or config.max_num_seqs
+    kv = make_kv(
+        executor,
+        page_tokens=config.page_tokens,
+        pool_pages=pool_pages,
+        device_pages=device_pages,
+        keep_copies=keep_copies,
+    )
     engine = Engine(
         executor=executor,
         scheduler_config=config,
-        pages=pages,
+        kv=kv.kv,
         tokenizer=TOKENIZER,
         adapters=store if enable_lora else None,
         load_adapter=load_adapter or (lambda name, path: Adapter(name, {}, {}, path)),
@@ -210,4 +313,4 @@ def make_rig(
         model_name="base",
         clock=clock,
     )
-    return Rig(engine, executor, store, pages, clock)
+    return Rig(engine, executor, store, kv, clock)

@@ -149,7 +149,7 @@ def test_completion_logprobs_are_reported_a_token() -> None:
 
 
 def test_completion_prompt_logprobs_come_once_though_the_prompt_is_computed_again() -> None:
-    rig = make_rig(draw=counting, prefill_chunk_tokens=3, num_pages=9)
+    rig = make_rig(draw=counting, prefill_chunk_tokens=3, pool_pages=8)
     first = rig.engine.submit([5] * 15, SamplingParams(max_tokens=17))
     second = rig.engine.submit(list(range(10, 17)), SamplingParams(max_tokens=20, prompt_logprobs=1))
     (completion,) = second.collect()

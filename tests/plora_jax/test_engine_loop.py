@@ -30,7 +30,7 @@ def counting(seq: Sequence) -> int:
 
 
 def test_thread_serves_many_submitters_at_once() -> None:
-    rig = make_rig(num_pages=12)
+    rig = make_rig(pool_pages=11)
     rig.engine.start()
     results: dict[int, tuple[int, ...]] = {}
 
@@ -264,7 +264,7 @@ def test_shutdown_of_an_idle_thread_returns_and_may_be_repeated() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_requests_cancels_loads_and_failures_leave_nothing_behind(seed: int) -> None:
     rng = random.Random(seed)
-    rig = make_rig(num_pages=rng.randint(9, 20), room=rng.randint(1, 2), max_waiting=12, max_adapter_passes=3)
+    rig = make_rig(pool_pages=rng.randint(8, 19), room=rng.randint(1, 2), max_waiting=12, max_adapter_passes=3)
     generations: list[Generation] = []
     for _ in range(300):
         name = rng.choice("abcd")

@@ -4,22 +4,36 @@ import random
 
 import pytest
 
-from memory_pool.pages import PageAllocator
 from plora_jax.engine import SamplingParams, Scheduler, SchedulerConfig, Sequence
-from tests.plora_jax.engine_fakes import FakeExecutor, FakeStore, hashed_token, make_config
+from tests.plora_jax.engine_fakes import FakeExecutor, FakeStore, hashed_token, make_config, make_kv
 
 
 class Bench:
     """A scheduler that steps over fakes until sequences have their tokens."""
 
     def __init__(
-        self, *, num_pages: int = 33, room: int = 100, sizes: dict[int, int] | None = None, **limits: int | None
+        self,
+        *,
+        pool_pages: int = 32,
+        device_pages: int | None = None,
+        pool_devices: int = 1,
+        keep_copies: int | None = None,
+        room: int = 100,
+        sizes: dict[int, int] | None = None,
+        **limits: int | None,
     ) -> None:
-        self.config = make_config(**limits)
-        self.pages, self.store = PageAllocator(num_pages), FakeStore(room, sizes)
+        self.config, self.store = make_config(**limits), FakeStore(room, sizes)
         self.store.kept.update(range(1, 100))
-        self.scheduler = Scheduler(self.config, self.pages, self.store)
         self.executor = FakeExecutor(self.config)
+        self.kv = make_kv(
+            self.executor,
+            page_tokens=self.config.page_tokens,
+            pool_pages=pool_pages,
+            device_pages=device_pages,
+            pool_devices=pool_devices,
+            keep_copies=keep_copies,
+        )
+        self.scheduler = Scheduler(self.config, self.kv.kv, self.store)
         self.finished: list[int] = []
 
     def add(self, seq_id: int, prompt: int, output: int, *, adapter_id: int = 0, priority: int = 0) -> Sequence:
@@ -109,9 +123,10 @@ def test_schedule_takes_pages_only_as_tokens_need_them() -> None:
     bench = Bench()
     seq = bench.add(1, 4, 20)
     bench.step()
-    assert len(seq.pages) == 1
+    assert seq.kv
+    assert seq.kv.num_pages == 1
     bench.step()
-    assert len(seq.pages) == 2
+    assert seq.kv.num_pages == 2
 
 
 def test_schedule_order_is_priority_then_arrival() -> None:
@@ -123,7 +138,7 @@ def test_schedule_order_is_priority_then_arrival() -> None:
 
 
 def test_schedule_without_pages_preempts_the_last_of_lowest_priority() -> None:
-    bench = Bench(num_pages=9)
+    bench = Bench(pool_pages=8)
     first, second = bench.add(1, 15, 17), bench.add(2, 14, 4, priority=1)
     bench.step()
     bench.step()
@@ -135,7 +150,7 @@ def test_schedule_without_pages_preempts_the_last_of_lowest_priority() -> None:
 
 
 def test_schedule_preempted_sequence_gives_back_pages_and_adapter() -> None:
-    bench = Bench(num_pages=9, room=1, max_num_batched_tokens=32, max_prefill_tokens=32)
+    bench = Bench(pool_pages=8, room=1, max_num_batched_tokens=32, max_prefill_tokens=32)
     first = bench.add(1, 15, 17)
     second = bench.add(2, 15, 4, adapter_id=7)
     bench.step()
@@ -144,21 +159,22 @@ def test_schedule_preempted_sequence_gives_back_pages_and_adapter() -> None:
     assert 2 not in bench.finished
     assert bench.scheduler.running == (first,)
     assert bench.scheduler.waiting == (second,)
-    assert (second.pages, second.computed) == ([], 0)
+    assert (second.kv, second.computed) == (None, 0)
     assert second.output_ids
     assert not +bench.store.references
 
 
 def test_schedule_sequence_behind_waits_with_its_pages_rather_than_preempt_itself() -> None:
-    bench = Bench(num_pages=9, max_num_batched_tokens=32, max_prefill_tokens=32)
+    bench = Bench(pool_pages=8, max_num_batched_tokens=32, max_prefill_tokens=32)
     bench.add(1, 16, 2)
     bench.add(2, 16, 4)
     bench.step()
-    assert bench.scheduler.stats() == (2, 0, 0, 1.0)
+    stats = bench.scheduler.stats()
+    assert (stats.running, stats.preemptions, stats.kv_usage) == (2, 0, 1.0)
 
 
 def test_schedule_short_of_pages_shortens_a_chunk_rather_than_preempt() -> None:
-    bench = Bench(num_pages=10, prefill_chunk_tokens=8, max_num_batched_tokens=32, max_prefill_tokens=32)
+    bench = Bench(pool_pages=9, prefill_chunk_tokens=8, max_num_batched_tokens=32, max_prefill_tokens=32)
     bench.add(1, 16, 1)
     for seq_id in (2, 3, 4):
         bench.add(seq_id, 4, 3)
@@ -168,7 +184,7 @@ def test_schedule_short_of_pages_shortens_a_chunk_rather_than_preempt() -> None:
 
 
 def test_schedule_without_pages_a_chunk_takes_what_preemption_freed() -> None:
-    bench = Bench(num_pages=9, prefill_chunk_tokens=8, max_num_batched_tokens=32, max_prefill_tokens=32)
+    bench = Bench(pool_pages=8, prefill_chunk_tokens=8, max_num_batched_tokens=32, max_prefill_tokens=32)
     bench.add(1, 16, 1)
     for seq_id in (2, 3, 4):
         bench.add(seq_id, 4, 3)
@@ -178,7 +194,7 @@ def test_schedule_without_pages_a_chunk_takes_what_preemption_freed() -> None:
 
 
 def test_schedule_alone_always_reaches_the_context_limit() -> None:
-    bench = Bench(num_pages=9)
+    bench = Bench(pool_pages=8)
     seq = bench.add(1, 1, 31)
     bench.run()
     assert len(seq.output_ids) == 31
@@ -186,7 +202,7 @@ def test_schedule_alone_always_reaches_the_context_limit() -> None:
 
 
 def test_schedule_does_not_admit_what_would_preempt_at_once() -> None:
-    bench = Bench(num_pages=9)
+    bench = Bench(pool_pages=8)
     bench.add(1, 31, 1)
     bench.add(2, 16, 1)
     bench.step()
@@ -203,7 +219,7 @@ def test_remove_gives_back_everything_in_each_phase(steps: int) -> None:
     assert bench.scheduler.remove(1)
     assert not bench.scheduler.remove(1)
     bench.scheduler.check_integrity()
-    assert bench.pages.num_free == bench.pages.num_usable
+    bench.kv.check_all_given_back()
     assert not +bench.store.references
 
 
@@ -287,7 +303,7 @@ def test_adapters_one_that_never_fits_is_handed_back_as_unservable() -> None:
 def test_scheduler_random_load_finishes_everything_with_solo_outputs(seed: int) -> None:
     rng = random.Random(seed)
     bench = Bench(
-        num_pages=rng.randint(9, 24),
+        pool_pages=rng.randint(8, 23),
         room=rng.randint(1, 3),
         max_num_seqs=rng.randint(1, 8),
         prefill_chunk_tokens=rng.choice([1, 3, 4, None]),
@@ -316,14 +332,14 @@ def test_scheduler_random_load_finishes_everything_with_solo_outputs(seed: int) 
     for seq_id in bench.finished:
         prompt, output, adapter_id = shapes[seq_id]
         assert seqs[seq_id].output_ids == solo_output(seq_id, prompt, output, adapter_id=adapter_id)
-    assert bench.pages.num_free == bench.pages.num_usable
+    bench.kv.check_all_given_back()
     assert not +bench.store.references
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_scheduler_endless_stream_for_other_adapters_starves_nobody(seed: int) -> None:
     rng = random.Random(seed)
-    bench = Bench(room=rng.randint(1, 2), max_adapter_passes=5, num_pages=17)
+    bench = Bench(room=rng.randint(1, 2), max_adapter_passes=5, pool_pages=16)
     lonely = bench.add(1, 8, 8, adapter_id=50)
     for seq_id in range(2, 500):
         if len(bench.scheduler.waiting) < 6:
@@ -334,9 +350,16 @@ def test_scheduler_endless_stream_for_other_adapters_starves_nobody(seed: int) -
     pytest.fail("one sequence waited for 500 steps")
 
 
-def test_scheduler_pages_below_one_sequence_are_refused_with_advice() -> None:
-    with pytest.raises(ValueError, match=r"holds 7 pages of 4 tokens.*max_model_len 32.*raise --device_kv_mb"):
-        Scheduler(make_config(), PageAllocator(8), FakeStore(1))
+def test_scheduler_pool_below_one_sequence_is_refused_with_advice() -> None:
+    with pytest.raises(ValueError, match=r"holds 7 KV pages of 4 tokens.*max_model_len 32.*raise --pool_memory_gb"):
+        Bench(pool_pages=7)
+
+
+@pytest.mark.parametrize(("chunk", "pages"), [(None, 5), (4, 2), (5, 2), (6, 3)])
+def test_scheduler_device_below_one_step_of_a_sequence_is_refused_with_advice(chunk: int | None, pages: int) -> None:
+    Bench(device_pages=pages, prefill_chunk_tokens=chunk)
+    with pytest.raises(ValueError, match=rf"holds {pages - 1} KV pages of 4 tokens.*write to {pages}.*--device_kv_mb"):
+        Bench(device_pages=pages - 1, prefill_chunk_tokens=chunk)
 
 
 def test_config_every_problem_is_named_at_once() -> None:
@@ -350,6 +373,6 @@ def test_config_every_problem_is_named_at_once() -> None:
         max_waiting=-1,
     )
     with pytest.raises(ValueError, match="page_tokens must be at least 1, got 0") as caught:
-        config.validate(100)
+        config.validate(pool_pages=100, device_pages=100)
     for problem in ("max_waiting must be at least 0, got -1", "below max_num_seqs 8", "below prefill_block 32"):
         assert problem in str(caught.value)
