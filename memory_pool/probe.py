@@ -61,11 +61,6 @@ class ProbeReport:
         """Device and pool are the same memory: bytes over the link are counted, but nothing moves."""
         return self.platform == "cpu"
 
-    @property
-    def excluded(self) -> tuple[str, ...]:
-        """Strategies that cannot run here, which a planner must leave out."""
-        return () if self.near_data else ("fetch", "near_data", "split", "distributed")
-
     def as_text(self) -> str:
         """The report in one line."""
         kinds = ", ".join(self.memory_kinds) or "not told"
@@ -74,7 +69,7 @@ class ProbeReport:
             parts.append(f"near-data functions work, {1e6 * self.call_s:.0f} us a call")
         else:
             parts.append(f"near-data functions do not work: {self.problem}")
-            parts.append(f"pages in the pool cannot be read, so {', '.join(self.excluded)} are left out")
+            parts.append("pages in the pool cannot be read, so only what is on the device serves")
         if self.link_is_emulated:
             parts.append("link bytes are emulated: device and pool are the same memory")
         else:

@@ -35,7 +35,6 @@ def test_probe_of_the_cpu_finds_near_data_compute_and_an_emulated_link():
     assert report.call_s is not None
     assert 0 < report.call_s < 1
     assert report.link_is_emulated
-    assert report.excluded == ()
     text = report.as_text()
     assert text.startswith("cpu: memory kinds device, ")
     assert "; near-data functions work, " in text
@@ -53,7 +52,7 @@ def test_probe_of_a_backend_without_host_memory_says_what_is_left_out():
     assert report.call_s is None
     assert report.as_text() == (
         "gpu: memory kinds device; near-data functions do not work: the backend has no memory kind pinned_host; "
-        "pages in the pool cannot be read, so fetch, near_data, split, distributed are left out; there is no link"
+        "pages in the pool cannot be read, so only what is on the device serves; there is no link"
     )
 
 
@@ -86,7 +85,6 @@ def test_probe_of_near_data_compute_that_fails_reports_why(wrap, says):
     assert report.call_s is None
     assert says in (report.problem or "")
     assert "\n" not in report.as_text()
-    assert {"near_data", "split", "fetch", "distributed"} == set(report.excluded)
 
 
 def test_probe_report_of_a_real_link_says_so():
