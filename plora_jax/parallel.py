@@ -25,23 +25,27 @@ from memory_pool.layout import Cut
 from memory_pool.link import TENSOR_AXIS, device_sharding
 from plora_jax.config import ModelConfig
 
-ROW_PARALLEL: tuple[str, ...] = ("o_proj", "down_proj")
+ROW_PARALLEL = ("o_proj", "down_proj")
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 """PEFT leaf names of the embedding and the head as LoRA projections, (O, I) = (D, V) and (V, D)."""
 
 _KV = ("k_proj", "v_proj")
-_ROWS: tuple[str, ...] = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "gate_proj",
-    "up_proj",
-    "q_proj_bias",
-    "k_proj_bias",
-    "v_proj_bias",
-)
-_AXIS_OF_LAYER = dict.fromkeys(_ROWS, 1) | dict.fromkeys(ROW_PARALLEL, 2)
-_AXIS_OF_LAYER |= {"expert_gate": 2, "expert_up": 2, "expert_down": 3}
+_SHARDED_AXIS = {
+    "q_proj": 1,
+    "k_proj": 1,
+    "v_proj": 1,
+    "o_proj": 2,
+    "gate_proj": 1,
+    "up_proj": 1,
+    "down_proj": 2,
+    "q_proj_bias": 1,
+    "k_proj_bias": 1,
+    "v_proj_bias": 1,
+    "expert_gate": 2,
+    "expert_up": 2,
+    "expert_down": 3,
+}
+"""Axis of the stacked layer parameters [L, ...] that is sharded; those that are not here are whole on every shard."""
 
 
 def working_sizes(config: ModelConfig) -> tuple[int, ...]:
@@ -135,7 +139,7 @@ class TensorParallel:
         """
         if path in ("embedding", "head"):
             return PartitionSpec(TENSOR_AXIS) if self.vocabulary_sharded else PartitionSpec()
-        axis = _AXIS_OF_LAYER.get(path.removeprefix("layers."))
+        axis = _SHARDED_AXIS.get(path.removeprefix("layers."))
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TENSOR_AXIS)
 
     def param_specs(self) -> dict[str, Any]:
