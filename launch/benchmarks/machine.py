@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 
 import jax
 
@@ -45,3 +46,21 @@ def usable_cores() -> int:
 def memory_bytes() -> int:
     """Physical memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def last_level_cache_bytes(system: pathlib.Path = pathlib.Path("/sys/devices/system/cpu")) -> int | None:
+    """Last-level cache of all cores, every cache of that level counted once; None where the system does not tell.
+
+    Args:
+        system: directory with one directory a core.
+    """
+    sizes: dict[tuple[int, str], int] = {}
+    for folder in system.glob("cpu[0-9]*/cache/index*"):
+        try:
+            level, size, cores = ((folder / name).read_text().strip() for name in ("level", "size", "shared_cpu_list"))
+        except OSError:
+            continue
+        if found := re.fullmatch(r"(\d+)([KMG]?)", size):
+            sizes[int(level), cores] = int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
+    last = max((level for level, _ in sizes), default=None)
+    return sum(size for (level, _), size in sizes.items() if level == last) or None
