@@ -13,6 +13,7 @@ Host state in plain Python and numpy, owned by the engine's thread.
 
 from __future__ import annotations
 
+import collections
 import enum
 from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
@@ -25,6 +26,10 @@ from memory_pool.pages import PageAllocator
 
 ABSENT = -1
 """In a page table: this page is not in the memory that the table is for."""
+
+
+_ORDERED = 64
+"""Copies whose order of leaving is worked out at once: sorting all for each page would take longer than the step."""
 
 
 class HomePages(Protocol):
@@ -61,11 +66,12 @@ class KvHandle:
     Attributes:
         computed: tokens whose keys and values are there.
         written: tokens, from the start, whose keys and values are in the pool.
+        ready: tokens up to this one, from those computed on, may be written to its device pages.
         suspended: it is not being computed; all its device pages are copies.
     """
 
     def __init__(self) -> None:
-        self.computed = self.written = self.num_pages = 0
+        self.computed = self.written = self.ready = self.num_pages = 0
         self.suspended = False
         # Rows: pool pages, device pages, pool pages of what is not on the device.
         self._tables = np.full((3, 8), ABSENT, np.int32)
@@ -129,6 +135,7 @@ class KvPool:
         self._most_copies = device.num_usable if keep_copies is None else keep_copies
         self._handles: set[KvHandle] = set()
         self._copies: dict[int, tuple[KvHandle, int]] = {}  # device page -> what it is a copy of
+        self._leaving: collections.deque[tuple[int, tuple[KvHandle, int]]] = collections.deque()
         self._held = 0
         self._restores = 0
 
@@ -173,6 +180,8 @@ class KvPool:
 
     def lack(self, handle: KvHandle, end: int) -> Lack | None:
         """What stands against `extend(handle, end)`; None where it would succeed. Does not mutate."""
+        if end <= handle.ready:
+            return None
         stop = self.pages_for(end)
         if stop > handle.num_pages and not self._pool.can_alloc(stop - handle.num_pages):
             return Lack.POOL
@@ -191,6 +200,8 @@ class KvPool:
         Every page that these tokens touch is on the device afterwards, one with earlier tokens with its content.
         """
         assert self.lack(handle, end) is None, f"no room to extend to {end} tokens: ask lack first"
+        if end <= handle.ready:
+            return
         self._handles.add(handle)
         handle.suspended = False
         first, stop = handle.computed // self.page_tokens, self.pages_for(end)
@@ -204,6 +215,7 @@ class KvPool:
         self._drop_copies(len(missing) - self._device.num_free)
         for index, page in zip(missing, self._device.alloc(len(missing)), strict=True):
             handle._place(index, page)
+        handle.ready = stop * self.page_tokens
         if handle.computed % self.page_tokens and first in missing:
             self._restore(handle, first)
 
@@ -234,7 +246,8 @@ class KvPool:
         if handle.written < handle.computed:
             self._save([(handle, first)], tokens=handle.computed % self.page_tokens)
             handle.written = handle.computed
-        handle.suspended = True
+        handle.suspended, handle.ready = True, handle.computed
+        self._leaving.clear()
         self._truncate(handle, used)
         if first < used and handle.device_table()[first] != ABSENT:
             self._add_copy(handle, first)
@@ -243,7 +256,7 @@ class KvPool:
     def close(self, handle: KvHandle) -> None:
         """Gives everything back; the handle is as one just opened."""
         self._truncate(handle, 0)
-        handle.computed = handle.written = 0
+        handle.computed = handle.written = handle.ready = 0
         handle.suspended = False
         self._handles.discard(handle)
 
@@ -275,13 +288,12 @@ class KvPool:
             assert safe or device not in self._copies, f"page {index} counts as a copy but is not in the pool"
             writable = device != ABSENT and device not in self._copies
             assert not (handle.suspended and writable), f"page {index} of a suspended sequence is held on the device"
-            assert not writable or index >= handle.computed // size, f"page {index} is full but no copy"
+            ready = handle.computed // size <= index < handle.ready // size
+            assert writable == ready, f"page {index} is thought to be ready: {ready}"
 
     def _writable(self, handle: KvHandle) -> int:
-        """Device pages of the handle, from the one being filled on, that are not copies."""
-        later = handle.device_table()[handle.computed // self.page_tokens :]
-        # Only the page being filled may be a copy: those after it hold nothing yet.
-        return int(np.count_nonzero(later != ABSENT)) - bool(later.size and int(later[0]) in self._copies)
+        """Device pages that the handle may write to."""
+        return handle.ready // self.page_tokens - handle.computed // self.page_tokens
 
     def _truncate(self, handle: KvHandle, pages: int) -> None:
         """Gives back all pages from index `pages` on."""
@@ -305,19 +317,26 @@ class KvPool:
         self._policy.forget(page)
 
     def _drop_copies(self, count: int) -> None:
-        """Gives back the device pages of copies: first of sequences that wait, which nobody reads now."""
-        if count <= 0:
-            return
-        idle = [page for page, (handle, _) in self._copies.items() if handle.suspended]
-        leaving = self._policy.order(idle)[:count]
-        if len(leaving) < count:
-            read = self._copies.keys() - set(idle)
-            leaving += self._policy.order(read)[: count - len(leaving)]
-        for page in leaving:
+        """Gives the device pages of some copies back."""
+        for _ in range(count):
+            page = self._first_to_leave()
             handle, index = self._copies[page]
             self._forget_copy(page)
             handle._place(index, ABSENT)
-        self._device.free(leaving)
+            self._device.free([page])
+
+    def _first_to_leave(self) -> int:
+        """The copy that leaves first: of sequences that wait, whose pages nobody reads now, before those of others."""
+        while self._leaving:
+            page, copied = self._leaving.popleft()
+            if self._copies.get(page) == copied:
+                return page
+        idle = {page for page, (handle, _) in self._copies.items() if handle.suspended}
+        order = self._policy.order(idle)
+        if len(order) < _ORDERED:
+            order += self._policy.order(self._copies.keys() - idle)
+        self._leaving.extend((page, self._copies[page]) for page in order[:_ORDERED])
+        return self._leaving.popleft()[0]
 
     def _save(self, pages: Sequence[tuple[KvHandle, int]], *, tokens: int) -> None:
         if pages:

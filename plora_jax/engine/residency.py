@@ -67,7 +67,8 @@ class AdapterStorage(AdapterResidency, Protocol):
 class NoAdapters:
     """The store of a server that serves the base model only."""
 
-    between_steps: Callable[[Callable[[], None]], None]
+    def __init__(self) -> None:
+        self.between_steps: Callable[[Callable[[], None]], None] = lambda function: function()
 
     def can_acquire(self, adapter_id: int) -> bool:
         return not adapter_id

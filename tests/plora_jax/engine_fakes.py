@@ -162,12 +162,11 @@ class FakePlacement:
 class FakeStore:
     """Room for adapters of these sizes, 1 unless said; no room refuses all."""
 
-    between_steps: Callable[[Callable[[], None]], None]
-
     def __init__(self, room: int, sizes: dict[int, int] | None = None) -> None:
         self.room, self.sizes = room, sizes or {}
         self.references: collections.Counter[int] = collections.Counter()
         self.kept: set[int] = set()
+        self.between_steps: Callable[[Callable[[], None]], None] = lambda function: function()
 
     def put(self, adapter: Adapter, /) -> None:
         self.between_steps(lambda: self.kept.add(adapter.identity))
