@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from memory_pool.layout import PageLayout, whole
+from memory_pool.link import TENSOR_AXIS
 from plora_jax.checkpoints import load_config, load_hf
 from plora_jax.model import Decoder, forward_full
 from plora_jax.parallel import EMBEDDING, HEAD, TensorParallel, working_sizes
@@ -32,7 +34,7 @@ def pack_config(name="llama", **changes):
 def measured():
     """What parallel_program.py prints; compiled programs are kept where the session keeps its own."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    cache = jax.config.jax_compilation_cache_dir
+    cache = jax.config.values["jax_compilation_cache_dir"]
     kept = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} if cache else {}
     result = subprocess.run(
         [sys.executable, "-m", "tests.plora_jax.parallel_program", str(PACK)],
@@ -95,6 +97,28 @@ def test_one_shard_has_no_collective():
     program = str(jax.make_jaxpr(lambda p, t: forward_full(p, config, t))(params, jnp.zeros((1, 4), jnp.int32)))
     assert re.findall(r"\b(psum\w*|all_gather\w*|axis_index)\b", program) == []
     assert Decoder(config).parallel.shard_config is config
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_shards_exchange_one_sum_a_row_parallel_projection_the_embedding_and_the_logits(name):
+    plan = TensorParallel(pack_config(name), 2)
+    shapes = plan.config.param_shapes()
+    layers = {p.removeprefix("layers."): _abstract(shapes.pop(p)) for p in list(shapes) if p.startswith("layers.")}
+    params = {**{p: _abstract(shape) for p, shape in shapes.items()}, "layers": layers}
+    run = jax.shard_map(
+        lambda p, t: forward_full(p, plan.config, t, num_shards=2),
+        mesh=jax.sharding.AbstractMesh((2,), (TENSOR_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=(plan.param_specs(), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    program = str(jax.make_jaxpr(run)(params, _abstract((1, 4), jnp.int32)))
+    found = re.findall(r"= (psum\w*|all_gather\w*|all_to_all|ppermute)\b", program)
+    assert sorted(operation.split("_inv")[0] for operation in found) == ["all_gather", "psum", "psum", "psum"]
+
+
+def _abstract(shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 @pytest.mark.parametrize(
