@@ -150,6 +150,6 @@ def _argument(leaf: Any) -> LinkTraffic:
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or sharding.memory_kind != "pinned_host":
         return NO_TRAFFIC
-    devices = len(sharding.device_set)
+    devices = sharding.num_devices
     size = math.prod(sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
     return LinkTraffic(0, devices * size, devices)

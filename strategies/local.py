@@ -51,7 +51,9 @@ def add(
 
     def gather(pool_LPW: jax.Array, at: jax.Array, stream: jax.Array) -> jax.Array:
         pages = lax.dynamic_slice_in_dim(stream, at[1] * SCRATCH_PAGES, SCRATCH_PAGES)
-        return pool_LPW.at[at[0], pages].get(mode="promise_in_bounds")
+        # Arithmetic with a scalar loses its memory space, so the layer is an array like the pages.
+        layers = jnp.broadcast_to(at[:1], pages.shape)
+        return pool_LPW.at[layers, pages].get(mode="promise_in_bounds")
 
     def one_round(i: jax.Array, seen: Partial) -> Partial:
         at = link.to_pool(jnp.stack([layer, i]))

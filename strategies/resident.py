@@ -1,4 +1,4 @@
-"""The strategy `resident`: A and B are in device pages, shrink and expand run on the device. Nothing crosses the link."""
+"""The strategy `resident`: A and B are in device pages, and the device computes. Nothing crosses the link."""
 
 from __future__ import annotations
 
