@@ -7,21 +7,10 @@ from typing import NamedTuple
 
 import jax
 
+from memory_pool.adapter_entry import Needs
 from memory_pool.probe import ProbeReport
 from strategies import distributed, fetch, local, near_data, resident, split, traffic
 from strategies.paged_attention import Partial
-
-
-class Needs(NamedTuple):
-    """What a strategy keeps in device pages of an adapter.
-
-    Attributes:
-        a: A.
-        b: B.
-    """
-
-    a: bool
-    b: bool
 
 
 class LoraStrategy(NamedTuple):
@@ -29,7 +18,7 @@ class LoraStrategy(NamedTuple):
 
     Attributes:
         delta: (x [T, I], memory, layer, lane, control, scope=, setting=) to [T, O] float32 by projection.
-        needs: matrices on the device.
+        needs: matrices that it reads from adapter pages on the device.
         traffic: (bucket, use) to the link bytes of one step.
         unsupported: None when it can run on a machine, else why not.
     """

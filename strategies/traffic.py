@@ -23,18 +23,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from memory_pool.adapter_entry import PlacedAdapter
 from memory_pool.layout import PageLayout
 from memory_pool.ledger import Crossing, Direction, LinkBytes
 from strategies.fetch import chunk_scope
 from strategies.lanes import SCRATCH_PAGES
 from strategies.low_rank import CHUNK_ROWS
-
-if TYPE_CHECKING:
-    from memory_pool.adapter_pool import PlacedAdapter
 
 Bytes = tuple[Crossing, LinkBytes]
 WORD = 4
@@ -129,6 +127,7 @@ class LaneFacts(NamedTuple):
         numbers: of A and B of all adapters.
         totals: [S, J], rank components of all adapters.
         pages: entries of the page tables in use.
+        components: [n, J], rank components of each adapter on all stripes.
     """
 
     inputs: np.ndarray
@@ -137,6 +136,7 @@ class LaneFacts(NamedTuple):
     numbers: int
     totals: np.ndarray
     pages: int
+    components: np.ndarray
 
 
 def lane_facts(adapters: Sequence[PlacedAdapter]) -> LaneFacts:
@@ -153,6 +153,7 @@ def lane_facts(adapters: Sequence[PlacedAdapter]) -> LaneFacts:
         numbers=sum(f.a_numbers + f.b_numbers for f in facts),
         totals=np.sum([adapter.ranks for adapter in adapters], axis=0),
         pages=sum(np.count_nonzero(p) for adapter in adapters for p in (adapter.a_pages, adapter.b_pages)),
+        components=np.array([adapter.ranks.sum(axis=0) for adapter in adapters]),
     )
 
 

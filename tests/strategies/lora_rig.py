@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from strategies.kernel_tables import choose_kernels
 
 from memory_pool import link
+from memory_pool.adapter_entry import PlacedAdapter
 from memory_pool.adapter_streams import AdapterFacts, share_of
 from memory_pool.layout import PageLayout
 from memory_pool.raw import raw_dtype
@@ -166,18 +167,10 @@ def _use(layout: PageLayout, packs: list[PackedAdapters], control: LoraLane) -> 
             a_numbers=LAYERS * sum(r * WIDTHS[name][1] for name, r in ranks.items()),
             b_numbers=LAYERS * sum(r * WIDTHS[name][0] for name, r in ranks.items()),
         )
-        placed.append(Placed(facts, control.ranks[:, e], control.a_pages[:, e], control.b_pages[:, e]))
+        pages = control.a_pages[:, e], control.b_pages[:, e]
+        placed.append(PlacedAdapter("", control.ranks[:, e], control.scale[e], *pages, facts))
     tokens = [int((control.owner == e).sum()) for e in range(count)]
     return traffic.LoraUse(tokens, traffic.lane_facts(placed))
-
-
-class Placed(NamedTuple):
-    """What the formulas read of a placed adapter."""
-
-    facts: AdapterFacts
-    ranks: np.ndarray
-    a_pages: np.ndarray
-    b_pages: np.ndarray
 
 
 @functools.cache
