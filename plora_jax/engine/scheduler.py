@@ -6,8 +6,8 @@
 
 Keys and values have their home in the pool (`memory_pool.kv_pool`); the device holds the pages that are written to,
 one for each decoding sequence. Where the pool is full, the last running sequence loses its keys and values and computes
-them again later; those that only wait lose theirs first. Where the device is full, the last one is suspended: it goes
-on later where it was.
+them again later; those that only wait lose theirs first. Where the device is full, or as many run as may, a sequence of
+higher priority takes the place of the last one, which is suspended: it goes on later where it was.
 
 Sequences are ordered by (priority, arrival). The first of the running ones can always take the pages it needs, from
 the last one if none is free, and pool and device hold at least what one sequence of the longest length needs: so it
@@ -190,14 +190,18 @@ class Scheduler:
         """Starts waiting sequences in order, as long as there is room for all their known tokens."""
         self._turns.begin()
         for seq in tuple(self._waiting):
-            if len(self._running) >= self.config.max_num_seqs or not budget.fit(1):
+            full = len(self._running) >= self.config.max_num_seqs
+            if not budget.fit(1) or (full and not self._outranks_last(seq)):
                 return
             if not self._turns.may_start(seq):
                 if self._turns.is_unservable(seq):
                     self.remove(seq.seq_id)
                     self._unservable.append(seq)
                 continue
-            if not self._has_room(seq):
+            if not self._fits_pool(seq):
+                return
+            suspends = not self._fits_beside(seq)
+            if suspends and not self._make_place(seq, rows):
                 return
             _take(self._waiting, seq)
             bisect.insort(self._running, seq, key=_order)
@@ -205,14 +209,30 @@ class Scheduler:
             seq.kv = seq.kv or self._kv.open()
             plan = self._plan_decode if _decodes(seq) else self._plan_chunk
             plan(seq, rows, budget)
+            if suspends:
+                return  # Adapters were given back, which those asked about before in this round do not know of.
 
-    def _has_room(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence could run beside the others without any of them losing pages soon."""
-        # One that was suspended would be so again and again, unless each running one can have a page to write to.
-        if seq.kv and len(self._running) >= self._kv.num_device_pages:
+    def _fits_beside(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence can run beside the others, each with a page on the device to write to."""
+        if len(self._running) >= self.config.max_num_seqs:
             return False
-        if self._kv.lack(seq.kv or self._kv.open(), seq.computed + 1) is Lack.DEVICE:
-            return False
+        return self._kv.lack(seq.kv or self._kv.open(), seq.computed + 1) is not Lack.DEVICE
+
+    def _make_place(self, seq: Sequence, rows: dict[int, Row]) -> bool:
+        """Suspends running sequences of lower priority, the last one first, until a waiting one fits."""
+        while not self._fits_beside(seq):
+            if not self._outranks_last(seq):
+                return False
+            last = self._running[-1]
+            rows.pop(last.seq_id, None)
+            self._preempt(last, keep=True)
+        return True
+
+    def _outranks_last(self, seq: Sequence) -> bool:
+        return bool(self._running) and seq.priority < self._running[-1].priority
+
+    def _fits_pool(self, seq: Sequence) -> bool:
+        """Whether the pool has room for all known tokens of a waiting sequence and of the running ones."""
         needed = sum(self._kv.pages_for(s.num_tokens) - (s.kv.num_pages if s.kv else 0) for s in (*self._running, seq))
         if needed <= self._kv.num_free_pages:
             return True

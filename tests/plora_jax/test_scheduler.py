@@ -1,8 +1,11 @@
 """Scheduler: budgets, order, preemption, adapters that take turns, and that nothing waits forever."""
 
+import collections
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from plora_jax.engine import SamplingParams, Scheduler, SchedulerConfig, Sequence
 from tests.plora_jax.engine_fakes import FakeExecutor, FakeStore, hashed_token, make_config, make_kv
@@ -209,6 +212,141 @@ def test_schedule_does_not_admit_what_would_preempt_at_once() -> None:
     assert [seq.seq_id for seq in bench.scheduler.running] == [1]
 
 
+# --- device pages ---
+
+
+def test_schedule_conversation_of_many_times_the_device_is_served_and_every_page_is_written_once() -> None:
+    bench = Bench(device_pages=2, prefill_chunk_tokens=4)
+    seq = bench.add(1, 20, 12)
+    bench.run()
+    assert seq.output_ids == solo_output(1, 20, 12)
+    assert sum(bench.executor.memory.saves) == 31 // 4
+    assert bench.executor.memory.loads == []
+    assert bench.scheduler.stats().preemptions == 0
+
+
+def test_schedule_chunk_shrinks_to_the_device_pages_that_others_leave() -> None:
+    bench = Bench(device_pages=5)
+    bench.add(1, 3, 9)
+    bench.add(2, 3, 9)
+    bench.step()
+    bench.add(3, 24, 1)
+    assert bench.step() == [(1, 1, True), (2, 1, True), (3, 12, False)]
+    assert bench.scheduler.stats().preemptions == 0
+
+
+def test_schedule_second_prefill_waits_for_the_pages_of_the_first_rather_than_suspend() -> None:
+    bench = Bench(device_pages=5, prefill_chunk_tokens=14, max_num_batched_tokens=64, max_prefill_tokens=64)
+    bench.add(1, 31, 1)
+    bench.add(2, 8, 9)
+    bench.add(3, 3, 9)
+    assert bench.step() == [(1, 14, False), (2, 4, False)]
+    assert bench.step() == [(1, 14, False), (2, 4, False)]
+    bench.run()
+    assert bench.scheduler.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("limits", [{"device_pages": 2, "prefill_chunk_tokens": 4}, {"max_num_seqs": 2}])
+def test_schedule_higher_priority_suspends_the_last_which_goes_on_where_it_was(limits: dict[str, int]) -> None:
+    bench = Bench(**limits)
+    seqs = [bench.add(1, 3, 13), bench.add(2, 4, 9, adapter_id=7)]
+    counts = collections.Counter(seq_id for _ in range(2) for seq_id, count, _ in bench.step() for _ in range(count))
+    seqs.append(bench.add(0, 8, 9, priority=-1))
+    counts.update(seq_id for seq_id, count, _ in bench.step() for _ in range(count))
+    assert bench.scheduler.running == (seqs[2], seqs[0])
+    assert bench.scheduler.waiting == (seqs[1],)
+    assert seqs[1].computed == 5
+    assert not +bench.store.references
+    while rows := bench.step():
+        counts.update(seq_id for seq_id, count, _ in rows for _ in range(count))
+    stats = bench.scheduler.stats()
+    assert (stats.preemptions, stats.suspensions) == (1, 1)
+    assert counts == {0: 16, 1: 15, 2: 12}
+    assert stats.restores == sum(bench.executor.memory.loads) == ("device_pages" in limits)
+    assert [seq.output_ids for seq in seqs] == [
+        solo_output(1, 3, 13),
+        solo_output(2, 4, 9, adapter_id=7),
+        solo_output(0, 8, 9),
+    ]
+
+
+def test_schedule_equal_priority_never_suspends() -> None:
+    bench = Bench(device_pages=2, prefill_chunk_tokens=4)
+    bench.add(2, 3, 9)
+    bench.add(3, 3, 9)
+    bench.step()
+    bench.add(1, 3, 9)
+    bench.run()
+    assert bench.finished == [2, 3, 1]
+    assert bench.scheduler.stats().preemptions == 0
+
+
+def test_schedule_suspended_sequence_is_not_passed_by_those_behind_it() -> None:
+    bench = Bench(max_num_seqs=1)
+    for seq_id in (1, 2):
+        bench.add(seq_id, 3, 3, priority=1)
+    bench.step()
+    bench.add(3, 3, 3)
+    bench.run()
+    assert bench.finished == [3, 1, 2]
+
+
+def test_schedule_fewer_device_pages_than_running_sequences_suspends_the_last() -> None:
+    bench = Bench(device_pages=3, prefill_chunk_tokens=4)
+    first, second = bench.add(1, 4, 9), bench.add(2, 2, 9)
+    bench.step()
+    bench.kv.kv.extend(bench.kv.kv.open(), 2 * 4)
+    plan = bench.scheduler.schedule()
+    assert [row.sequence for row in plan.rows] == [first]
+    assert bench.scheduler.waiting == (second,)
+    assert second.computed == 2
+    assert bench.scheduler.stats().suspensions == 1
+
+
+def test_schedule_pool_full_drops_what_waits_before_it_preempts_what_runs() -> None:
+    bench = Bench(pool_pages=8, max_num_seqs=2, max_num_batched_tokens=32, max_prefill_tokens=32)
+    first, last = bench.add(1, 4, 20), bench.add(2, 12, 12, priority=2)
+    bench.step()
+    between = bench.add(3, 8, 8, priority=1)
+    bench.step()
+    assert bench.scheduler.running == (first, between)
+    assert last.computed == 12
+    while last.computed:
+        bench.step()
+    assert bench.scheduler.running == (first, between)
+    assert bench.scheduler.stats().preemptions == 1
+    bench.run()
+    assert [seq.output_ids for seq in (first, last, between)] == [
+        solo_output(1, 4, 20),
+        solo_output(2, 12, 12),
+        solo_output(3, 8, 8),
+    ]
+
+
+def test_remove_of_a_suspended_sequence_gives_back_its_pages() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add(1, 9, 9, priority=1)
+    bench.step()
+    bench.add(2, 3, 2)
+    bench.step()
+    assert bench.scheduler.remove(1)
+    bench.run()
+    bench.kv.check_all_given_back()
+
+
+def test_adapters_of_suspended_sequences_do_not_make_others_unservable() -> None:
+    bench = Bench(room=1, device_pages=2, prefill_chunk_tokens=4)
+    bench.add(1, 2, 9, priority=1)
+    bench.add(2, 2, 9, adapter_id=1, priority=1)
+    bench.step()
+    for seq_id, adapter_id in [(3, 2), (4, 0), (5, 2)]:
+        bench.add(seq_id, 2, 2, adapter_id=adapter_id)
+    bench.run()
+    assert sorted(bench.finished) == [1, 2, 3, 4, 5]
+    assert bench.scheduler.stats().suspensions > 0
+    assert bench.scheduler.take_unservable() == []
+
+
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_remove_gives_back_everything_in_each_phase(steps: int) -> None:
     bench = Bench(prefill_chunk_tokens=8)
@@ -299,16 +437,20 @@ def test_adapters_one_that_never_fits_is_handed_back_as_unservable() -> None:
     assert bench.scheduler.stats().waiting == 0
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_scheduler_random_load_finishes_everything_with_solo_outputs(seed: int) -> None:
-    rng = random.Random(seed)
+def run_random_load(rng: random.Random, *, pool_pages: int, spare_pages: int) -> Bench:
+    """Sequences that come, go and end in random steps; each that ends has the tokens of its solo run."""
+    chunk = rng.choice([1, 3, 4, 5, None])
     bench = Bench(
-        pool_pages=rng.randint(8, 23),
+        pool_pages=pool_pages,
+        device_pages=make_config(prefill_chunk_tokens=chunk).max_step_pages + spare_pages,
+        pool_devices=rng.choice([1, 2]),
+        keep_copies=rng.choice([None, 0, 2]),
         room=rng.randint(1, 3),
         max_num_seqs=rng.randint(1, 8),
-        prefill_chunk_tokens=rng.choice([1, 3, 4, None]),
+        prefill_chunk_tokens=chunk,
         max_adapter_passes=rng.choice([1, 4, 64]),
     )
+    most_steps_between = rng.choice([3, 12])
     shapes: dict[int, tuple[int, int, int]] = {}
     seqs: dict[int, Sequence] = {}
     aborted: set[int] = set()
@@ -318,7 +460,7 @@ def test_scheduler_random_load_finishes_everything_with_solo_outputs(seed: int) 
         seqs[seq_id] = bench.add(
             seq_id, shapes[seq_id][0], shapes[seq_id][1], adapter_id=shapes[seq_id][2], priority=rng.randint(0, 2)
         )
-        for _ in range(rng.randint(0, 3)):
+        for _ in range(rng.randint(0, most_steps_between)):
             bench.step()
         if rng.random() < 0.1:
             victim = rng.randint(1, seq_id)
@@ -334,6 +476,26 @@ def test_scheduler_random_load_finishes_everything_with_solo_outputs(seed: int) 
         assert seqs[seq_id].output_ids == solo_output(seq_id, prompt, output, adapter_id=adapter_id)
     bench.kv.check_all_given_back()
     assert not +bench.store.references
+    return bench
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), pool_pages=st.integers(8, 32), spare_pages=st.integers(0, 5))
+def test_scheduler_random_load_finishes_everything_with_solo_outputs(
+    seed: int, pool_pages: int, spare_pages: int
+) -> None:
+    run_random_load(random.Random(seed), pool_pages=pool_pages, spare_pages=spare_pages)
+
+
+def test_scheduler_random_load_takes_every_way_back() -> None:
+    stats = [
+        run_random_load(random.Random(seed), pool_pages=pool_pages, spare_pages=0).scheduler.stats()
+        for seed in range(3)
+        for pool_pages in (8, 32)
+    ]
+    assert sum(s.suspensions for s in stats) > 10
+    assert sum(s.preemptions - s.suspensions for s in stats) > 10
+    assert sum(s.restores for s in stats) > 5
 
 
 @pytest.mark.parametrize("seed", range(4))
