@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import pathlib
+import threading
 import zlib
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -166,10 +167,14 @@ class FakeStore:
         self.room, self.sizes = room, sizes or {}
         self.references: collections.Counter[int] = collections.Counter()
         self.kept: set[int] = set()
+        self.chunks = 1
+        self.written_by: list[str] = []
         self.between_steps: Callable[[Callable[[], None]], None] = lambda function: function()
 
     def put(self, adapter: Adapter, /) -> None:
-        self.between_steps(lambda: self.kept.add(adapter.identity))
+        for _ in range(self.chunks):
+            self.between_steps(lambda: self.written_by.append(threading.current_thread().name))
+        self.kept.add(adapter.identity)
 
     def can_acquire(self, adapter_id: int) -> bool:
         taken = sum(self.sizes.get(held, 1) for held in +self.references)

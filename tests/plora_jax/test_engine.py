@@ -217,6 +217,19 @@ def test_cancel_leaves_the_text_that_was_held_back() -> None:
 # --- numbers ---
 
 
+def test_stats_count_suspensions_and_pages_brought_back() -> None:
+    rig = make_rig(device_pages=2, prefill_chunk_tokens=4)
+    sampling = SamplingParams(max_tokens=9)
+    slow = [rig.engine.submit([5, 6], sampling, priority=1) for _ in range(2)]
+    rig.step(2)
+    rig.engine.submit([7] * 8, sampling).collect()
+    for generation in slow:
+        assert len(generation.collect()[0].token_ids) == 9
+    stats = rig.engine.stats()
+    assert (stats.preemptions, stats.suspensions, stats.restores) == (1, 1, 1)
+    rig.check_all_given_back()
+
+
 def test_stats_and_observations_follow_the_clock() -> None:
     rig = make_rig(max_num_seqs=1)
 

@@ -133,6 +133,19 @@ def test_load_same_name_twice_at_once_reads_it_once() -> None:
     assert [status.path for status in rig.engine.adapters()] == ["/1"]
 
 
+def test_load_while_streams_run_writes_chunk_by_chunk_on_the_engine_s_thread() -> None:
+    rig = make_rig()
+    rig.store.chunks = 3
+    rig.engine.start()
+    running = rig.engine.submit([5], SamplingParams(max_tokens=20))
+    rig.engine.load_adapter("a", "/a")
+    assert rig.store.written_by == ["engine"] * 3
+    assert len(rig.engine.submit([5], SamplingParams(max_tokens=2), adapter="a").collect()[0].token_ids) == 2
+    running.collect()
+    rig.engine.shutdown()
+    rig.check_all_given_back()
+
+
 def test_load_that_fails_leaves_the_name_free_and_the_old_load_in_place() -> None:
     def read(name: str, path: str) -> Adapter:
         if path == "/bad":

@@ -2,6 +2,7 @@
 
 import collections
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -247,7 +248,7 @@ def test_schedule_second_prefill_waits_for_the_pages_of_the_first_rather_than_su
 
 
 @pytest.mark.parametrize("limits", [{"device_pages": 2, "prefill_chunk_tokens": 4}, {"max_num_seqs": 2}])
-def test_schedule_higher_priority_suspends_the_last_which_goes_on_where_it_was(limits: dict[str, int]) -> None:
+def test_schedule_higher_priority_suspends_the_last_which_goes_on_where_it_was(limits: dict[str, Any]) -> None:
     bench = Bench(**limits)
     seqs = [bench.add(1, 3, 13), bench.add(2, 4, 9, adapter_id=7)]
     counts = collections.Counter(seq_id for _ in range(2) for seq_id, count, _ in bench.step() for _ in range(count))
