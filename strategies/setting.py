@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ class LoraSetting(NamedTuple):
 
     def total(self, parts: Sequence[Sequence[jax.Array]]) -> dict[str, jax.Array]:
         """By projection, the sum of what the stripes give; each gives one array a projection."""
-        return {name: sum(part[1:], start=part[0]) for name, *part in zip(self.group, *parts, strict=True)}
+        return {name: functools.reduce(jnp.add, part) for name, *part in zip(self.group, *parts, strict=True)}
 
 
 class AttentionSetting(NamedTuple):

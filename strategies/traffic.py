@@ -152,7 +152,7 @@ def lane_facts(adapters: Sequence[PlacedAdapter]) -> LaneFacts:
         ranks=np.array([f.ranks for f in facts]),
         numbers=sum(f.a_numbers + f.b_numbers for f in facts),
         totals=np.sum([adapter.ranks for adapter in adapters], axis=0),
-        pages=sum(np.count_nonzero(p) for adapter in adapters for p in (adapter.a_pages, adapter.b_pages)),
+        pages=sum(int(np.count_nonzero(p)) for adapter in adapters for p in (adapter.a_pages, adapter.b_pages)),
         components=np.array([adapter.ranks.sum(axis=0) for adapter in adapters]),
     )
 
