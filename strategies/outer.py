@@ -21,7 +21,7 @@ from strategies import low_rank
 from strategies.fetch import chunk_scope, over_the_link
 from strategies.lanes import LoraLane, Memory, Stripe, stripe_of
 from strategies.setting import LoraSetting
-from strategies.spread import Expand, Shrink, expand_spread, lookup, out_size, shrink_spread
+from strategies.spread import Shrink, expand_spread, lookup, out_size, shrink_spread
 
 
 class _Work(NamedTuple):
@@ -39,8 +39,8 @@ class _Work(NamedTuple):
         return range(self.lane.ranks.shape[0])
 
 
-_First = Callable[[jax.Array, jax.Array, Stripe, LoraSetting, Shrink], jax.Array]
-"""The first half, (inputs, pages, lane, setting, shrink) to m [T, R]: that of the embedding or of the head."""
+_First = Callable[..., jax.Array]
+"""The first half, (inputs, pages, lane, setting=, shrink=) to m [T, R]: that of the embedding or of the head."""
 
 
 def embed_delta(
@@ -115,7 +115,7 @@ def _serve(strategy: Callable[[_Work], jax.Array], work: _Work) -> jax.Array:
 
 
 def _look_up(
-    tokens_T: jax.Array, pages_LPW: jax.Array, lane: Stripe, setting: LoraSetting, shrink: Shrink
+    tokens_T: jax.Array, pages_LPW: jax.Array, lane: Stripe, *, setting: LoraSetting, shrink: Shrink
 ) -> jax.Array:
     del shrink  # Nothing is multiplied.
     (name,) = setting.group
@@ -126,8 +126,8 @@ def _resident(first: _First, work: _Work) -> jax.Array:
     setting, pages = work.setting, work.memory.adapters
 
     def stripe(lane: Stripe) -> jax.Array:
-        m_TR = first(work.inputs, pages, lane, setting, setting.device.shrink.call)
-        return _expand(m_TR, pages, lane, setting, setting.device.expand.call)
+        m_TR = first(work.inputs, pages, lane, setting=setting, shrink=setting.device.shrink.call)
+        return expand_spread(m_TR, pages, lane, setting=setting, expand=setting.device.expand.call)
 
     return _total([stripe(stripe_of(work.lane, s)) for s in work.stripes])
 
@@ -136,8 +136,8 @@ def _near_data(first: _First, work: _Work) -> jax.Array:
     setting = work.setting
 
     def near(inputs: jax.Array, pool: jax.Array, lane: Stripe) -> jax.Array:
-        m_TR = first(inputs, pool, lane, setting, setting.near.shrink.call)
-        return expand_spread(m_TR, pool, lane, setting, setting.near.expand.call, out_dtype=m_TR.dtype)
+        m_TR = first(inputs, pool, lane, setting=setting, shrink=setting.near.shrink.call)
+        return expand_spread(m_TR, pool, lane, setting=setting, expand=setting.near.expand.call, out_dtype=m_TR.dtype)
 
     y_STO = _at_the_data(near, work)
     return _total([y_STO[s].astype(jnp.float32) for s in work.stripes])
@@ -148,7 +148,7 @@ def _split(first: _First, work: _Work) -> jax.Array:
 
     def stripe(s: int) -> jax.Array:
         lane = stripe_of(work.lane, s)
-        return _expand(m_STR[s], work.memory.adapters, lane, setting, setting.device.expand.call)
+        return expand_spread(m_STR[s], work.memory.adapters, lane, setting=setting, expand=setting.device.expand.call)
 
     return _total([stripe(s) for s in work.stripes])
 
@@ -159,7 +159,8 @@ def _fetch_embedding(work: _Work) -> jax.Array:
     def stripe(s: int) -> jax.Array:
         expand = functools.partial(low_rank.expand, gather=over_the_link(work.control, s, work.setting))
         with jax.named_scope(chunk_scope(work.scope, name, s)):
-            return _expand(m_STR[s], work.memory.pool, stripe_of(work.lane, s), work.setting, expand)
+            lane = stripe_of(work.lane, s)
+            return expand_spread(m_STR[s], work.memory.pool, lane, setting=work.setting, expand=expand)
 
     return _total([stripe(s) for s in work.stripes])
 
@@ -169,9 +170,11 @@ def _fetch_head(work: _Work) -> jax.Array:
 
     def stripe(s: int) -> jax.Array:
         lane, gather = stripe_of(work.lane, s), over_the_link(work.control, s, setting)
-        shrink, expand = (functools.partial(f, gather=gather) for f in (low_rank.shrink, low_rank.expand))
+        shrink = functools.partial(low_rank.shrink, gather=gather)
+        expand = functools.partial(low_rank.expand, gather=gather)
         with jax.named_scope(chunk_scope(work.scope, name, s)):
-            return _expand(shrink_spread(work.inputs, pool, lane, setting, shrink), pool, lane, setting, expand)
+            m_TR = shrink_spread(work.inputs, pool, lane, setting=setting, shrink=shrink)
+            return expand_spread(m_TR, pool, lane, setting=setting, expand=expand)
 
     return _total([stripe(s) for s in work.stripes])
 
@@ -180,7 +183,7 @@ def _first_at_the_data(first: _First, work: _Work) -> jax.Array:
     """m [S, T, R] of every stripe, computed where A is and brought to the device."""
 
     def near(inputs: jax.Array, pool: jax.Array, lane: Stripe) -> jax.Array:
-        return first(inputs, pool, lane, work.setting, work.setting.near.shrink.call)
+        return first(inputs, pool, lane, setting=work.setting, shrink=work.setting.near.shrink.call)
 
     return _at_the_data(near, work)
 
@@ -193,10 +196,6 @@ def _at_the_data(near: Callable[[jax.Array, jax.Array, Stripe], jax.Array], work
 
     sent = link.to_pool(jnp.broadcast_to(work.inputs, (len(work.stripes), *work.inputs.shape)))
     return link.to_device(near_data(run)(work.memory.pool, sent, work.control))
-
-
-def _expand(m_TR: jax.Array, pages_LPW: jax.Array, lane: Stripe, setting: LoraSetting, expand: Expand) -> jax.Array:
-    return expand_spread(m_TR, pages_LPW, lane, setting, expand, out_dtype=jnp.float32)
 
 
 def _total(parts: Sequence[jax.Array]) -> jax.Array:

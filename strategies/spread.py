@@ -9,6 +9,7 @@ device as well as near the data.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def lookup(
         T * R numbers gathered.
     """
     index, unit, per_page = layout.index(name), layout.unit, layout.units_per_page
-    owner_T, rank_R = jnp.maximum(lane.owner, 0), count_up(lane.count, max_rank)
+    owner_T, rank_R = jnp.maximum(lane.owner, 0), count_up(lane.owner, max_rank)
     starts_E = _of_projection(lane.ranks, index) * 0
     for before in range(index):
         starts_E = starts_E + _of_projection(lane.ranks, before) * layout.a_units[before]
@@ -59,11 +60,11 @@ def lookup(
     a_TR = from_raw(pages_LPW.at[layer_T1, page_TR, place_TR].get(mode="promise_in_bounds"), layout.dtype)
     own_TR = (lane.owner[:, None] >= 0) & (rank_R[None, :] < _take(_of_projection(lane.ranks, index), owner_T)[:, None])
     m_TR = a_TR.astype(jnp.float32) * _take(_of_projection(lane.scale[:, 0], index), owner_T)[:, None]
-    return lax.select(own_TR, m_TR, fill(lane.count, m_TR.shape, jnp.float32)).astype(layout.dtype)
+    return lax.select(own_TR, m_TR, fill(lane.owner, m_TR.shape, jnp.float32)).astype(layout.dtype)
 
 
 def shrink_spread(
-    x_TI: jax.Array, pages_LPW: jax.Array, lane: Stripe, setting: LoraSetting, shrink: Shrink
+    x_TI: jax.Array, pages_LPW: jax.Array, lane: Stripe, *, setting: LoraSetting, shrink: Shrink
 ) -> jax.Array:
     """scale * (x A) for a projection whose rows are spread over the layers. Works near the data as well.
 
@@ -79,7 +80,7 @@ def shrink_spread(
     """
     layout, (name,) = setting.layout, setting.group
     num_layers, width, num_tokens = layout.num_layers, layout.in_width(name), x_TI.shape[0]
-    room = fill(lane.count, (num_tokens, num_layers * width - x_TI.shape[1]), x_TI.dtype)
+    room = fill(lane.owner, (num_tokens, num_layers * width - x_TI.shape[1]), x_TI.dtype)
     x_TI = jnp.concatenate([x_TI, room], axis=1)
     x_LTI = x_TI.reshape(num_tokens, num_layers, width).transpose(1, 0, 2)
 
@@ -97,12 +98,18 @@ def shrink_spread(
         )
         return m_TR + m_GTR[0], None
 
-    nothing = fill(lane.count, (num_tokens, setting.max_rank), jnp.float32)
-    return lax.scan(one, nothing, (count_up(lane.count, num_layers), x_LTI))[0].astype(x_TI.dtype)
+    nothing = fill(lane.owner, (num_tokens, setting.max_rank), jnp.float32)
+    return lax.scan(one, nothing, (count_up(lane.owner, num_layers), x_LTI))[0].astype(x_TI.dtype)
 
 
 def expand_spread(
-    m_TR: jax.Array, pages_LPW: jax.Array, lane: Stripe, setting: LoraSetting, expand: Expand, *, out_dtype: type
+    m_TR: jax.Array,
+    pages_LPW: jax.Array,
+    lane: Stripe,
+    *,
+    setting: LoraSetting,
+    expand: Expand,
+    out_dtype: Any = jnp.float32,
 ) -> jax.Array:
     """m B for a projection whose columns are spread over the layers. Works near the data as well.
 
@@ -112,7 +119,7 @@ def expand_spread(
         lane: tokens and adapters.
         setting: its group is the projection.
         expand: of one layer.
-        out_dtype: of the result.
+        out_dtype: of the result; float32 by default.
 
     Returns:
         [T, O], the O of this shard.
@@ -124,7 +131,7 @@ def expand_spread(
         (y_TO,) = expand(m_GTR, pages_LPW, layer, lane, layout=layout, group=setting.group)
         return nothing, y_TO.astype(out_dtype)
 
-    y_LTO = lax.scan(one, None, count_up(lane.count, layout.num_layers))[1]
+    y_LTO = lax.scan(one, None, count_up(lane.owner, layout.num_layers))[1]
     y_TO = y_LTO.transpose(1, 0, 2).reshape(m_TR.shape[0], -1)
     return lax.slice_in_dim(y_TO, 0, out_size(setting), axis=1)
 
