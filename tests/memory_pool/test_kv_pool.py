@@ -6,12 +6,16 @@ import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory_pool.kv_pool import ABSENT, KvHandle, KvPool, Lack
+from memory_pool.layout import PageLayout, whole
 from memory_pool.ledger import Crossing, Ledger, LinkBytes
+from memory_pool.link import one_device_mesh
+from memory_pool.page_memory import PageMemory
 from memory_pool.pages import PageAllocator
 from memory_pool.pool_pages import PoolPages
 
@@ -102,9 +106,6 @@ def make_bench(
 
 def absent(table: Sequence[int]) -> list[bool]:
     return [page == ABSENT for page in table]
-
-
-# --- tables ---
 
 
 def test_extend_gives_pages_in_both_memories_for_the_tokens_to_come() -> None:
@@ -332,9 +333,6 @@ def test_check_integrity_finds_a_copy_that_the_pool_does_not_hold() -> None:
         bench.kv.check_integrity()
 
 
-# --- everything at once ---
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -373,3 +371,28 @@ def test_random_steps_suspends_and_closes_never_lose_a_token(
         bench.close(handle)
     bench.kv.check_integrity()
     assert (bench.pool.num_free, bench.device.num_free) == (bench.pool.num_usable, bench.device.num_usable)
+
+
+def test_pages_of_the_real_memory_come_back_as_they_were() -> None:
+    layout = PageLayout(
+        num_layers=2, page_tokens=G, kv_heads=1, head_dim=8, projections={"q": whole((8, 8))}, dtype=np.dtype("float32")
+    )
+    memory = PageMemory(layout, one_device_mesh(), pool_devices=2, pool_pages=9, adapter_pages=2, kv_pages=3)
+    ledger = Ledger()
+    kv = KvPool(
+        PoolPages(2, 9), PageAllocator(3), memory, page_tokens=G, token_bytes=layout.page_bytes // G, ledger=ledger
+    )
+    handle, other = kv.open(), kv.open()
+    kv.extend(handle, 6)
+    memory.kv = memory.kv.at[:, int(handle.device_table()[1])].set(7)
+    kv.commit([(handle, 6)])
+    kv.suspend(handle)
+    kv.extend(other, 2 * G)
+    memory.kv = memory.kv.at[:].set(0)
+    kv.commit([(other, 2 * G)])
+
+    kv.extend(handle, 7)
+
+    assert np.all(np.asarray(memory.kv)[:, int(handle.device_table()[1])] == 7)
+    page = layout.page_bytes
+    assert ledger.totals() == {TO_POOL: LinkBytes(4 * page, 14 * page // 4), TO_DEVICE: LinkBytes(page, page // 2)}
