@@ -87,6 +87,12 @@ def check_equation(eqn: Any) -> None:
             f"`{name}` at {where(eqn)}: a callback can read pool arrays that the trace does not show; a program whose "
             "traffic is counted has none"
         )
+    compute_type = getattr(eqn.ctx, "compute_type", None)
+    if compute_type is not None:
+        raise AuditError(
+            f"`{name}` at {where(eqn)} is under the context compute_on({compute_type!r}), which moves its operands "
+            "uncounted: make it a near_data function"
+        )
     params = eqn.params
     if name == TRANSFER:
         check_shardings(params["devices"], f"`{name}` at {where(eqn)}")

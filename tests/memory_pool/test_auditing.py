@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import compute_on
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from memory_pool import (
@@ -92,8 +93,6 @@ def test_violation_is_refused_by_the_types_or_by_the_audit(program, text):
 
 
 def test_near_data_result_on_the_device_is_refused():
-    from jax.experimental import compute_on
-
     wrap = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
     leak = wrap(lambda p: p * 2.0, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
     with pytest.raises(AuditError, match="give results back to the pool"):
@@ -141,6 +140,16 @@ def _condition_that_reads(pool, x):
 def test_hidden_violation_is_refused(program, text):
     with pytest.raises(ValueError, match=text):
         audit(program, POOL, X, loop_counts={"lane": 1})
+
+
+@pytest.mark.skipif(not hasattr(compute_on, "compute_on2"), reason="this JAX has no such context")
+def test_host_compute_by_context_is_refused():
+    def program(x):
+        with compute_on.compute_on("device_host"):
+            return x * 2
+
+    with pytest.raises(AuditError, match=r"under the context compute_on\('device_host'\)"):
+        audit(program, X)
 
 
 def test_array_with_a_single_device_sharding_of_the_pool_is_refused_as_an_argument_or_captured():
