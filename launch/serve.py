@@ -104,13 +104,14 @@ def make_state(deployment: Deployment, http: HttpConfig, *, template: str | None
         if problem:
             raise StartError(f"adapter {status.name!r}: {problem}")
     check_template(engine.tokenizer, template)
-    store, sizes = deployment.store, deployment.device_bytes()
+    sizes = deployment.device_bytes()
     sources = MetricSources(
         compilations=lambda: counter.count,
         link_totals=deployment.ledger.totals,
-        pool_bytes=None if store is None else lambda: {"adapter": sum(a.nbytes for a in engine.adapters())},
+        pool_bytes=deployment.pool_bytes,
         device_cache_bytes=lambda: {what: size for what, size in sizes.items() if what in ("adapter", "kv")},
-        num_kv_pages=deployment.num_pages,
+        num_kv_pages=deployment.kv_tokens // deployment.config.page_tokens,
+        fallbacks=None if deployment.adapters is None else lambda: deployment.adapters.fallbacks,
     )
     return ServerState(
         engine=engine,

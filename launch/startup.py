@@ -13,7 +13,7 @@ from launch.http.adapter_paths import name_problem
 from plora_jax.checkpoints import DEFAULT_MODEL
 from plora_jax.engine.build import Deployment, EngineConfig, build_engine
 from plora_jax.tokenizer import Tokenizer
-from strategies import describe_kernels
+from strategies.kernel_tables import describe_kernels
 
 SHIPPED_ADAPTERS = pathlib.Path(__file__).parent / "default" / "adapters"
 """A PEFT directory for each adapter that comes with the default model."""
@@ -158,6 +158,9 @@ def _print_memory(deployment: Deployment, log: StageLog) -> None:
     sizes = deployment.device_bytes()
     parts = ", ".join(f"{what} {in_bytes(size)}" for what, size in sizes.items())
     log.say("memory", f"{in_bytes(sum(sizes.values()))} on the device: {parts}")
-    tokens = deployment.num_pages * limits.page_tokens
-    log.say("context", f"{limits.max_model_len} tokens a sequence; the KV cache holds {tokens} tokens")
+    taken = ", ".join(f"{what} {in_bytes(size)}" for what, size in deployment.pool_bytes().items())
+    log.say("pool", f"{in_bytes(deployment.memory.pool.nbytes)}, of it taken: {taken}")
+    tokens = deployment.kv_tokens
+    log.say("context", f"{limits.max_model_len} tokens a sequence; the pool has room for the KV of {tokens} tokens")
     log.say("kernels", describe_kernels(deployment.executor.kernels))
+    log.say("link", deployment.probe.as_text())

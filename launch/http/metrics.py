@@ -48,6 +48,7 @@ class MetricSources:
         pool_bytes: bytes taken in the pool, by object.
         device_cache_bytes: bytes of the device set aside for adapters and KV pages, by object.
         num_kv_pages: KV pages that sequences can take.
+        fallbacks: how often an adapter was served by fetch because the preferred strategy can never fit.
     """
 
     compilations: Callable[[], int] | None = None
@@ -55,6 +56,7 @@ class MetricSources:
     pool_bytes: Callable[[], Mapping[str, int]] | None = None
     device_cache_bytes: Callable[[], Mapping[str, int]] | None = None
     num_kv_pages: int | None = None
+    fallbacks: Callable[[], int] | None = None
 
 
 class Metrics(Collector):
@@ -141,6 +143,9 @@ class Metrics(Collector):
         yield self._gauges("plora:adapter_loaded", "1 for each adapter, with where it is.", labels, loaded)
         strategies = collections.Counter((a.strategy,) for a in adapters)
         yield self._gauges("plora:adapter_strategy", "Adapters by LoRA strategy, now.", ("strategy",), strategies)
+        if self._sources.fallbacks is not None:
+            text = "Times an adapter was served by fetch because the preferred strategy can never fit the budget."
+            yield self._counters("plora:strategy_fallbacks", text, (), {(): self._sources.fallbacks()})
 
     def _memory_metrics(self) -> Iterator[Metric]:
         sources = self._sources

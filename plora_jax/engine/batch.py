@@ -6,14 +6,21 @@ sizes come from a small lattice of buckets, so that a handful of compiled progra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from memory_pool.adapter_pool import PlacedAdapter
+from memory_pool.layout import PageLayout
+from plora_jax.engine.kv_lanes import KvPacker, KvShape, KvUse
+from plora_jax.engine.lora_lanes import AdapterUse, LanePacker, Lanes, LaneShape
 from plora_jax.engine.plan import Row, StepPlan
+from plora_jax.engine.plan import Sequence as PlannedSequence
 from plora_jax.engine.sampling_batch import SamplingBatch, make_sampling_batch
-from strategies import BASE, CHUNK_ROWS, CHUNK_TOKENS, NOBODY, AttentionLane, KvWrite, LoraLane
+from plora_jax.parallel import EMBEDDING, HEAD
+from strategies.lanes import AttentionLane
+from strategies.paged_attention import CHUNK_TOKENS, KvWrite
 
 PREFILL_BLOCK = 16
 """Queries of one sequence that attend together: a wider block reads KV less often but pads short prompts more."""
@@ -38,34 +45,76 @@ class Bucket(NamedTuple):
         return self.decode_rows + self.prefill_tokens
 
 
-class StepBatch(NamedTuple):
-    """Everything a step needs from the host, arrays only.
+class StepTokens(NamedTuple):
+    """The tokens of a step.
 
     Attributes:
         tokens: [T] int32.
         positions: [T] int32.
         write: where the keys and values of each token go.
-        decode: D groups of one query.
-        prefill: C / PREFILL_BLOCK groups of PREFILL_BLOCK queries.
-        decode_lora: decode rows and the device slots of their adapters.
-        prefill_lora: prefill tokens and the device slots of their adapters.
         sample_rows: [D] int32, token whose logits each sampled row draws from.
-        sampling: options of the sampled rows.
         prompt_targets: [C] int32, the token that follows each prefill token, for prompt log-probabilities.
         any_prompt_logprobs: [] bool.
+        decode: D groups of one query, and the pages on the device.
+        prefill: C / PREFILL_BLOCK groups of PREFILL_BLOCK queries, and the pages on the device.
     """
 
     tokens: Any
     positions: Any
     write: KvWrite
-    decode: AttentionLane
-    prefill: AttentionLane
-    decode_lora: LoraLane
-    prefill_lora: LoraLane
     sample_rows: Any
-    sampling: SamplingBatch
     prompt_targets: Any
     any_prompt_logprobs: Any
+    decode: AttentionLane
+    prefill: AttentionLane
+
+
+class Parcel(NamedTuple):
+    """Arrays that are sent together.
+
+    Attributes:
+        in_pool: for near-data functions; else for the device.
+        tree: pytree of numpy arrays.
+        key: None for what is sent with each step; else equal keys mean equal content, which need not be sent again.
+    """
+
+    in_pool: bool
+    tree: Any
+    key: Hashable | None = None
+
+
+class StepUse(NamedTuple):
+    """What a step does with the link, for the ledger.
+
+    Attributes:
+        lora: adapters and their tokens by phase and strategy.
+        decode: attention of the decode rows.
+        prefill: attention of the prefill tokens.
+    """
+
+    lora: Mapping[str, Mapping[str, Sequence[AdapterUse]]]
+    decode: KvUse
+    prefill: KvUse
+
+
+class BuiltStep(NamedTuple):
+    """A plan as arrays.
+
+    Attributes:
+        parcels: by name; names and shapes are those of the bucket, whatever the plan.
+        sampling: options of the sampled rows.
+        use: for the ledger.
+        sampled: for each row of the plan the index of its sampled row, or -1.
+        firsts: for each row of the plan the index of its first token.
+        prompt_targets: [C] int32, the tokens whose log-probabilities were asked for; None where nobody asked.
+    """
+
+    parcels: Mapping[str, Parcel]
+    sampling: SamplingBatch
+    use: StepUse
+    sampled: list[int]
+    firsts: list[int]
+    prompt_targets: np.ndarray | None
 
 
 class BatchShape(NamedTuple):
@@ -73,22 +122,48 @@ class BatchShape(NamedTuple):
 
     Attributes:
         max_model_len: longest sequence, tokens.
-        page_tokens: G.
-        adapter_slots: device slots for rank components, the zero slot included.
+        max_num_seqs: most sequences of a step.
+        layout: of a page.
+        max_rank: largest rank of an adapter; 0 serves the base model only.
+        stripes: S.
+        pool_devices: D.
+        device_pages: pages of one pool device.
     """
 
     max_model_len: int
-    page_tokens: int
-    adapter_slots: int
+    max_num_seqs: int
+    layout: PageLayout
+    max_rank: int
+    stripes: int
+    pool_devices: int
+    device_pages: int
 
     @property
     def table_pages(self) -> int:
         """M: pages of the longest sequence, whole chunks."""
-        return -(-self.max_model_len // CHUNK_TOKENS) * CHUNK_TOKENS // self.page_tokens
+        return -(-self.max_model_len // CHUNK_TOKENS) * CHUNK_TOKENS // self.layout.page_tokens
 
-    @property
-    def lane_slots(self) -> int:
-        return -(-max(self.adapter_slots - 1, 1) // CHUNK_ROWS) * CHUNK_ROWS
+    def kv(self, groups: int, queries: int) -> KvShape:
+        sequences = min(groups, self.max_num_seqs)
+        return KvShape(groups, queries, sequences, self.table_pages, self.pool_devices, self.device_pages)
+
+    def lane(self, tokens: int, entries: int) -> LaneShape:
+        stripe_rank = -(-self.max_rank // self.stripes)
+        most = [stripe_rank] * len(self.layout.names)
+        return LaneShape(
+            tokens,
+            entries,
+            self.stripes,
+            self.layout.num_layers,
+            len(most),
+            self.layout.a_pages(most),
+            self.layout.b_pages(most),
+        )
+
+
+LORA_PHASES = ("decode", "prefill", "embed", "head", "prompt")
+"""Where adapters take part: decode rows, prefill tokens, the embedding of all tokens, the head of sampled rows, and the
+head of prefill tokens whose log-probabilities are asked for."""
 
 
 def lattice(max_num_seqs: int, max_prefill_tokens: int) -> list[Bucket]:
@@ -127,119 +202,163 @@ def pick_bucket(buckets: Sequence[Bucket], plan: StepPlan) -> Bucket:
     return min(fitting, key=lambda b: b.tokens)
 
 
-class _Packer:
-    """Fills the arrays of one bucket row by row."""
+class BatchBuilder:
+    """Makes the arrays of one bucket.
 
-    def __init__(self, bucket: Bucket, shape: BatchShape) -> None:
-        self.bucket, self.shape = bucket, shape
-        tokens, blocks = bucket.tokens, bucket.prefill_tokens // PREFILL_BLOCK
-        self.tokens, self.positions, self.pages, self.offsets = np.zeros((4, tokens), np.int32)
-        self.owners = np.zeros(tokens, np.int64)
-        self.decode = self._lane(bucket.decode_rows, 1)
-        self.prefill = self._lane(blocks, PREFILL_BLOCK)
+    Args:
+        bucket: sizes of the program.
+        shape: sizes that all buckets share.
+        lora_strategies: names; none serves the base model only.
+        attention_of: strategy for a sequence's pages that are not on the device.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        shape: BatchShape,
+        *,
+        lora_strategies: Sequence[str],
+        attention_of: Callable[[PlannedSequence], str],
+    ) -> None:
+        self.bucket, self.shape, self._attention_of = bucket, shape, attention_of
+        blocks = bucket.prefill_tokens // PREFILL_BLOCK
+        rows, prompts = bucket.decode_rows, min(blocks, shape.max_num_seqs)
+        self._kv_shapes = shape.kv(rows, 1), shape.kv(blocks, PREFILL_BLOCK)
+        lanes = {
+            "decode": shape.lane(rows, rows),
+            "prefill": shape.lane(bucket.prefill_tokens, prompts),
+            "embed": shape.lane(bucket.tokens, rows + prompts),
+            "head": shape.lane(rows, rows),
+            "prompt": shape.lane(bucket.prefill_tokens, prompts),
+        }
+        self._packers = {name: LanePacker(lanes[name], lora_strategies) for name in LORA_PHASES}
+
+    def build(self, plan: StepPlan, *, placed: Callable[[int], PlacedAdapter]) -> BuiltStep:
+        """Packs a plan.
+
+        Args:
+            plan: rows that the bucket holds, decode rows first.
+            placed: where an adapter is, by its identity.
+        """
+        packer = _Packer(self.bucket, self._kv_shapes, self._attention_of, page_tokens=self.shape.layout.page_tokens)
+        for row in plan.rows:
+            packer.add(row)
+        decode, prefill = packer.decode.finish(), packer.prefill.finish()
+        tokens = StepTokens(
+            tokens=packer.tokens,
+            positions=packer.positions,
+            write=KvWrite(packer.pages, packer.offsets),
+            sample_rows=packer.sample_rows,
+            prompt_targets=packer.prompt_targets,
+            any_prompt_logprobs=np.bool_(packer.want_prompt),
+            decode=decode.lane,
+            prefill=prefill.lane,
+        )
+        lanes = self._lanes(packer, placed)
+        elsewhere = "none" if not (decode.use.any or prefill.use.any) else None
+        parcels = {
+            "tokens": Parcel(False, tokens),
+            "missing": Parcel(False, {"decode": decode.missing, "prefill": prefill.missing}, elsewhere),
+            "kv": Parcel(True, {"decode": decode.control, "prefill": prefill.control}, elsewhere),
+            **_lane_parcels(lanes),
+        }
+        sampling = make_sampling_batch(
+            packer.sampling_rows, rows_padded=self.bucket.decode_rows, max_len=self.shape.max_model_len
+        )
+        use = StepUse({phase: lane.use for phase, lane in lanes.items()}, decode.use, prefill.use)
+        targets = packer.prompt_targets if packer.want_prompt else None
+        return BuiltStep(parcels, sampling, use, packer.sampled, packer.firsts, targets)
+
+    def _lanes(self, packer: _Packer, placed: Callable[[int], PlacedAdapter]) -> dict[str, Lanes]:
+        rows, names = self.bucket.decode_rows, self.shape.layout.names
+        if not self.shape.max_rank:
+            return {phase: packer_.empty for phase, packer_ in self._packers.items()}
+        sampled = np.zeros(rows, np.int64)
+        sampled[: len(packer.sampling_rows)] = [seq.adapter_id for seq in packer.sampling_rows]
+        return {
+            "decode": self._packers["decode"].lanes(packer.owners[:rows], placed),
+            "prefill": self._packers["prefill"].lanes(packer.owners[rows:], placed),
+            "embed": self._packers["embed"].lanes(packer.owners, placed, changes=names.index(EMBEDDING)),
+            "head": self._packers["head"].lanes(sampled, placed, changes=names.index(HEAD)),
+            "prompt": self._packers["prompt"].lanes(packer.scored, placed, changes=names.index(HEAD)),
+        }
+
+
+def _lane_parcels(lanes: Mapping[str, Lanes]) -> dict[str, Parcel]:
+    """Owners together, since they change with each step's rows; tables by phase, since they seldom change."""
+    quiet = "nobody" if not any(lane.use for lane in lanes.values()) else None
+    parcels = {}
+    for in_pool, prefix in ((False, ""), (True, "near_")):
+
+        def taken(by_strategy: Mapping[str, Any], in_pool: bool = in_pool) -> dict[str, Any]:
+            return {name: part for name, part in by_strategy.items() if not in_pool or name != "resident"}
+
+        owners = {phase: taken(lane.tokens) for phase, lane in lanes.items()}
+        parcels[f"{prefix}owners"] = Parcel(in_pool, owners, quiet)
+        for phase, lane in lanes.items():
+            parcels[f"{prefix}tables.{phase}"] = Parcel(in_pool, taken(lane.tables), lane.key)
+    return parcels
+
+
+class _Packer:
+    """Fills the arrays of a step row by row."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        shapes: tuple[KvShape, KvShape],
+        attention_of: Callable[[PlannedSequence], str],
+        *,
+        page_tokens: int,
+    ) -> None:
+        self._bucket, self._page_tokens = bucket, page_tokens
+        self.tokens, self.positions, self.pages, self.offsets = np.zeros((4, bucket.tokens), np.int32)
+        self.owners = np.zeros(bucket.tokens, np.int64)
+        self.scored = np.zeros(bucket.prefill_tokens, np.int64)
+        self.decode, self.prefill = (KvPacker(shape, attention_of) for shape in shapes)
         self.sample_rows = np.zeros(bucket.decode_rows, np.int32)
         self.prompt_targets = np.zeros(bucket.prefill_tokens, np.int32)
-        self.decodes = self.blocks = 0
+        self.want_prompt = False
+        self.sampling_rows: list[PlannedSequence] = []
+        self.sampled: list[int] = []
+        self.firsts: list[int] = []
+        self._decodes = self._blocks = 0
 
-    def _lane(self, groups: int, queries: int) -> AttentionLane:
-        tables = np.zeros((groups, self.shape.table_pages), np.int32)
-        return AttentionLane(tables, np.full((groups, queries), -1, np.int32), np.int32(0), np.int32(0))
+    def add(self, row: Row) -> None:
+        """Writes a row's tokens."""
+        at = self._place(row)
+        self.firsts.append(at)
+        self.sampled.append(len(self.sampling_rows) if row.samples else -1)
+        if row.samples:
+            self.sample_rows[len(self.sampling_rows)] = at + row.count - 1
+            self.sampling_rows.append(row.sequence)
+        if not row.decode and row.sequence.sampling.prompt_logprobs is not None:
+            self._want_scores(row, at - self._bucket.decode_rows)
 
-    def place(self, row: Row) -> int:
-        """Writes a row's tokens; returns the index of its first token."""
-        sequence, pages = row.sequence, np.array(row.sequence.pages, np.int32)
-        if row.decode:
-            at = group = self.decodes
-            lane, groups = self.decode, 1
-            self.decodes += 1
-        else:
-            group, groups = self.blocks, prefill_slots(row.count) // PREFILL_BLOCK
-            at, lane = self.bucket.decode_rows + group * PREFILL_BLOCK, self.prefill
-            self.blocks += groups
+    def _place(self, row: Row) -> int:
+        sequence = row.sequence
         positions = np.arange(row.start, row.start + row.count, dtype=np.int32)
+        if row.decode:
+            at = self._decodes
+            self.decode.place(sequence, positions, group=at, groups=1)
+            self._decodes += 1
+        else:
+            groups = prefill_slots(row.count) // PREFILL_BLOCK
+            at = self._bucket.decode_rows + self._blocks * PREFILL_BLOCK
+            self.prefill.place(sequence, positions, group=self._blocks, groups=groups)
+            self._blocks += groups
         here = slice(at, at + row.count)
         self.tokens[here] = [sequence.token(p) for p in range(row.start, row.start + row.count)]
         self.positions[here] = positions
         self.owners[here] = sequence.adapter_id
-        self.pages[here] = pages[positions // self.shape.page_tokens]
-        self.offsets[here] = positions % self.shape.page_tokens
-        lane.tables[group : group + groups, : len(pages)] = pages
-        queries = lane.positions[group : group + groups].reshape(-1)
-        queries[: row.count] = positions
+        assert sequence.kv is not None, sequence.seq_id
+        self.pages[here] = sequence.kv.device_table()[positions // self._page_tokens]
+        self.offsets[here] = positions % self._page_tokens
         return at
 
-    def lanes(self) -> tuple[AttentionLane, AttentionLane]:
-        def bounded(lane: AttentionLane) -> AttentionLane:
-            used = lane.positions[lane.positions >= 0]
-            if not used.size:
-                return lane
-            return lane._replace(first=used.min().astype(np.int32), end=np.int32(used.max() + 1))
-
-        return bounded(self.decode), bounded(self.prefill)
-
-
-def build_batch(
-    plan: StepPlan, bucket: Bucket, shape: BatchShape, *, slots_of: Callable[[int], Sequence[int]]
-) -> tuple[StepBatch, list[int], list[int]]:
-    """Packs a plan into the arrays of a bucket.
-
-    Args:
-        plan: rows, decode rows first.
-        bucket: holds the plan.
-        shape: sizes that all buckets share.
-        slots_of: device slots of an adapter identity.
-
-    Returns:
-        The batch as numpy arrays; for each row of the plan the index of its sampled row or -1; and the index of its
-        first token.
-    """
-    packer = _Packer(bucket, shape)
-    sampled: list[int] = []
-    firsts: list[int] = []
-    sampling_rows = []
-    want_prompt = False
-    for row in plan.rows:
-        at = packer.place(row)
-        firsts.append(at)
-        if row.samples:
-            packer.sample_rows[len(sampling_rows)] = at + row.count - 1
-            sampled.append(len(sampling_rows))
-            sampling_rows.append(row.sequence)
-        else:
-            sampled.append(-1)
-        if not row.decode and row.sequence.sampling.prompt_logprobs is not None:
-            want_prompt = True
-            known = min(row.start + row.count + 1, row.sequence.num_tokens)
-            targets = [row.sequence.token(p) for p in range(row.start + 1, known)]
-            start = at - bucket.decode_rows
-            packer.prompt_targets[start : start + len(targets)] = targets
-    decode, prefill = packer.lanes()
-    batch = StepBatch(
-        tokens=packer.tokens,
-        positions=packer.positions,
-        write=KvWrite(packer.pages, packer.offsets),
-        decode=decode,
-        prefill=prefill,
-        decode_lora=_lora_lane(packer.owners[: bucket.decode_rows], shape, slots_of),
-        prefill_lora=_lora_lane(packer.owners[bucket.decode_rows :], shape, slots_of),
-        sample_rows=packer.sample_rows,
-        sampling=make_sampling_batch(sampling_rows, rows_padded=bucket.decode_rows, max_len=shape.max_model_len),
-        prompt_targets=packer.prompt_targets,
-        any_prompt_logprobs=np.bool_(want_prompt),
-    )
-    return batch, sampled, firsts
-
-
-def _lora_lane(owners: np.ndarray, shape: BatchShape, slots_of: Callable[[int], Sequence[int]]) -> LoraLane:
-    """Lays the slots of some tokens' adapters end to end; owners are adapter identities, 0 for the base model."""
-    slots = np.zeros(shape.lane_slots, np.int32)
-    slot_owner = np.full(shape.lane_slots, NOBODY, np.int32)
-    owner = np.full(owners.shape, BASE, np.int32)
-    used = 0
-    for index, identity in enumerate(np.unique(owners[owners > 0]).tolist()):
-        own = slots_of(identity)
-        slots[used : used + len(own)] = own
-        slot_owner[used : used + len(own)] = index
-        owner[owners == identity] = index
-        used += len(own)
-    return LoraLane(owner, slots, slot_owner, np.int32(-(-used // CHUNK_ROWS)))
+    def _want_scores(self, row: Row, start: int) -> None:
+        self.want_prompt = True
+        self.scored[start : start + row.count] = row.sequence.adapter_id
+        known = min(row.start + row.count + 1, row.sequence.num_tokens)
+        targets = [row.sequence.token(p) for p in range(row.start + 1, known)]
+        self.prompt_targets[start : start + len(targets)] = targets

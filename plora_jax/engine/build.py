@@ -5,23 +5,43 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from memory_pool import AdapterStore, Ledger, PageAllocator, device_sharding, one_device_mesh
+from memory_pool.adapter_pool import AdapterPool
+from memory_pool.kv_pool import KvPool
+from memory_pool.layout import PageLayout
+from memory_pool.ledger import Ledger
+from memory_pool.link import TENSOR_AXIS
+from memory_pool.page_memory import PageMemory
+from memory_pool.pages import PageAllocator
+from memory_pool.pool_pages import PoolPages
+from memory_pool.probe import ProbeReport, probe
 from plora_jax.adapters import Adapter, load_adapter
-from plora_jax.checkpoints import DEFAULT_MODEL, LoadedModel, load_model
+from plora_jax.checkpoints import DEFAULT_MODEL, LoadedModel, load_config, load_model
 from plora_jax.config import ModelConfig
 from plora_jax.engine.batch import PREFILL_BLOCK
 from plora_jax.engine.budget import SchedulerConfig
 from plora_jax.engine.compile import use_persistent_cache
 from plora_jax.engine.engine import Engine
-from plora_jax.engine.executor import JaxExecutor, kv_page_bytes
+from plora_jax.engine.executor import JaxExecutor
+from plora_jax.engine.plan import Sequence
+from plora_jax.engine.traffic import LAYER_GROUPS
+from plora_jax.parallel import EMBEDDING, HEAD, TensorParallel
 from plora_jax.tokenizer import load_tokenizer
+from strategies.strategy_table import ATTENTION, LORA
 
 DEFAULT_CACHE_DIR = "~/.cache/plora_jax/xla"
-MB = 2**20
+MB, GB = 2**20, 2**30
+
+AUTO_LORA = ("resident", "near_data")
+"""Served on the device where there is room at once, else where the adapter is: nothing waits, nothing is fetched."""
+
+AUTO_ATTENTION = "distributed"
+"""Pages that the device does not hold are read where they are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,8 +61,17 @@ class EngineConfig:
         seed: of the random draws of requests that bring no seed.
         enable_lora: serve adapters.
         max_lora_rank: largest rank of an adapter.
-        device_adapter_mb: device memory for adapters, MB of 2^20 bytes.
-        device_kv_mb: device memory for KV pages, MB of 2^20 bytes.
+        lora_strategy: "auto" (resident where there is room, else near_data), or one that is preferred: "resident",
+            "fetch", "near_data" or "split". An adapter waits for room while others hold it; one that can never have
+            room is served by fetch.
+        attention_strategy: what attends to KV pages that are not on the device: "auto" (distributed), "local" or
+            "distributed".
+        tensor_parallel_size: devices that share the model; heads and FFN width must divide by it.
+        pool_memory_gb: memory of the pool, GB of 2^30 bytes, all devices together: every adapter and the KV cache.
+        pool_devices: pool devices that the memory belongs to, in equal parts.
+        pool_placement: "pinned" (an adapter lies on one pool device) or "striped" (by rank over all of them).
+        device_adapter_mb: device memory for adapters, MB of 2^20 bytes, of each device.
+        device_kv_mb: device memory for KV pages, MB of 2^20 bytes, of each device.
         page_tokens: tokens of a KV page; a power of two, at most 128.
         compilation_cache_dir: where compiled programs are kept between runs; None keeps none.
     """
@@ -57,6 +86,12 @@ class EngineConfig:
     seed: int = 0
     enable_lora: bool = True
     max_lora_rank: int = 64
+    lora_strategy: str = "auto"
+    attention_strategy: str = "auto"
+    tensor_parallel_size: int = 1
+    pool_memory_gb: float = 2.0
+    pool_devices: int = 1
+    pool_placement: str = "pinned"
     device_adapter_mb: int = 256
     device_kv_mb: int = 512
     page_tokens: int = 16
@@ -72,6 +107,8 @@ class EngineConfig:
                 "max_num_batched_tokens",
                 "prefill_chunk_tokens",
                 "max_lora_rank",
+                "tensor_parallel_size",
+                "pool_devices",
                 "device_adapter_mb",
                 "device_kv_mb",
             )
@@ -81,6 +118,15 @@ class EngineConfig:
             problems.append(f"--page_tokens must be a power of two up to 128, got {self.page_tokens}")
         if self.dtype not in ("auto", "bfloat16", "float32"):
             problems.append(f"--dtype must be auto, bfloat16 or float32, got {self.dtype!r}")
+        if not self.pool_memory_gb > 0:
+            problems.append(f"--pool_memory_gb must be above 0, got {self.pool_memory_gb}")
+        for name, choices in (
+            ("lora_strategy", ("auto", *LORA)),
+            ("attention_strategy", ("auto", *ATTENTION)),
+            ("pool_placement", ("pinned", "striped")),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                problems.append(f"--{name} must be one of {', '.join(choices)}, got {value!r}")
         if not problems and self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(
                 f"--max_num_batched_tokens {self.max_num_batched_tokens} is below --max_num_seqs {self.max_num_seqs}: "
@@ -109,29 +155,45 @@ class Deployment:
         config: as given.
         model: numbers of the base model.
         dtype: compute dtype.
-        store: adapters; None without LoRA.
+        memory: page arrays.
+        adapters: where adapters are; None without LoRA.
+        kv: KV pages.
         ledger: bytes that crossed the link.
         executor: carries out steps.
-        num_pages: KV pages that sequences may take.
-        weight_bytes: bytes of the base weights on the device.
+        probe: what the backend can do of what the pool needs.
+        weight_bytes: bytes of the base weights, all devices together.
     """
 
     engine: Engine
     config: EngineConfig
     model: ModelConfig
     dtype: str
-    store: AdapterStore | None
+    memory: PageMemory
+    adapters: AdapterPool | None
+    kv: KvPool
     ledger: Ledger
     executor: JaxExecutor
-    num_pages: int
+    probe: ProbeReport
     weight_bytes: int
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the pool has room for beside the adapters."""
+        return (self.kv.num_held_pages + self.kv.num_free_pages) * self.config.page_tokens
+
     def device_bytes(self) -> dict[str, int]:
-        """Device memory by what it holds."""
+        """Device memory by what it holds, all devices together."""
         return {
             "weights": self.weight_bytes,
-            "adapter": self.store.device_bytes if self.store else 0,
-            "kv": self.executor.kv_bytes,
+            "adapter": self.memory.adapters.nbytes if self.adapters else 0,
+            "kv": self.memory.kv.nbytes,
+        }
+
+    def pool_bytes(self) -> dict[str, int]:
+        """Bytes taken in the pool by what they hold."""
+        return {
+            "adapter": self.adapters.pool_bytes if self.adapters else 0,
+            "kv": self.kv.num_held_pages * self.memory.page_bytes,
         }
 
 
@@ -153,46 +215,101 @@ def build_engine(
     progress = progress or Progress()
     if config.compilation_cache_dir:
         use_persistent_cache(config.compilation_cache_dir)
-    mesh = one_device_mesh()
+    mesh, report = _mesh(config.tensor_parallel_size), probe()
+    if not report.near_data:
+        raise ValueError(f"this machine's accelerator cannot read the pool ({report.as_text()}): use JAX_PLATFORMS=cpu")
     progress.stage("weights")
-    loaded = load_model(
-        config.model,
-        dtype=config.dtype,
-        progress=progress.advance,
-        sharding_of=lambda path, shape: device_sharding(mesh),
+    loaded, params, parallel = _load(config, mesh, progress)
+    dtype = np.dtype(params["embedding"].dtype)
+    layout = page_layout(parallel, page_tokens=config.page_tokens, dtype=dtype)
+    sizes, limits = _sizes(config, layout), _limits(config, loaded.config, layout)
+    memory = PageMemory(layout, mesh, pool_devices=config.pool_devices, **sizes._asdict())
+    pages, ledger = PoolPages(config.pool_devices, sizes.pool_pages), Ledger()
+    longest = -(-limits.max_model_len // config.page_tokens)
+    adapters = _adapter_pool(config, memory, pages, ledger=ledger, keep_for_kv=longest)
+    kv = KvPool(
+        pages,
+        PageAllocator(sizes.kv_pages),
+        memory,
+        page_tokens=config.page_tokens,
+        token_bytes=memory.page_bytes // config.page_tokens,
+        ledger=ledger,
     )
-    dtype = np.dtype(loaded.params["embedding"].dtype)
-    limits, num_pages = _limits(config, loaded.config, dtype)
-    ledger = Ledger()
-    store = _store(config, loaded.config, dtype=dtype, mesh=mesh, ledger=ledger)
     progress.stage("programs")
     executor = JaxExecutor(
         loaded.config,
-        loaded.params,
+        params,
         dtype=dtype,
-        mesh=mesh,
-        num_pages=num_pages,
-        page_tokens=config.page_tokens,
+        memory=memory,
         max_num_seqs=config.max_num_seqs,
         max_prefill_tokens=limits.max_prefill_tokens,
         max_model_len=limits.max_model_len,
-        adapters=store,
+        max_lora_rank=config.max_lora_rank,
+        adapters=adapters,
+        attention_of=_attention_of(config.attention_strategy),
+        ledger=ledger,
         progress=progress.advance,
     )
     engine = Engine(
         executor=executor,
         scheduler_config=limits,
-        pages=PageAllocator(num_pages, reserved=1),
+        kv=kv,
         tokenizer=load_tokenizer(loaded.source),
-        adapters=store,
+        adapters=adapters,
         load_adapter=_adapter_reader(loaded.config, dtype=dtype, max_lora_rank=config.max_lora_rank),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=loaded.config.eos_token_ids,
         model_name=model_name or default_model_name(loaded),
         seed=config.seed,
     )
-    weight_bytes = _tree_bytes(loaded.params)
-    return Deployment(engine, config, loaded.config, str(dtype), store, ledger, executor, num_pages - 1, weight_bytes)
+    return Deployment(
+        engine=engine,
+        config=config,
+        model=loaded.config,
+        dtype=str(dtype),
+        memory=memory,
+        adapters=adapters,
+        kv=kv,
+        ledger=ledger,
+        executor=executor,
+        probe=report,
+        weight_bytes=_tree_bytes(params),
+    )
+
+
+def page_layout(parallel: TensorParallel, *, page_tokens: int, dtype: np.dtype) -> PageLayout:
+    """The pages of a model's KV and adapters on one shard."""
+    shard = parallel.shard_config
+    return PageLayout(
+        num_layers=shard.num_layers,
+        page_tokens=page_tokens,
+        kv_heads=shard.num_kv_heads,
+        head_dim=shard.head_dim,
+        projections=parallel.cuts,
+        dtype=dtype,
+    )
+
+
+def _mesh(num_shards: int) -> Mesh:
+    devices = jax.local_devices()
+    if len(devices) < num_shards:
+        hint = ""
+        if devices[0].platform == "cpu":
+            hint = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={num_shards} to try it on the CPU"
+        raise ValueError(
+            f"--tensor_parallel_size {num_shards} needs as many devices, and this machine has {len(devices)} "
+            f"({devices[0].platform}): lower it{hint}"
+        )
+    return Mesh(np.array(devices[:num_shards]), (TENSOR_AXIS,))
+
+
+def _load(config: EngineConfig, mesh: Mesh, progress: Progress) -> tuple[LoadedModel, dict[str, Any], TensorParallel]:
+    """Reads the model into the shards of the mesh."""
+    parallel = TensorParallel(load_config(config.model), config.tensor_parallel_size)
+    loaded = load_model(
+        config.model, dtype=config.dtype, progress=progress.advance, sharding_of=parallel.sharding_of(mesh)
+    )
+    return loaded, parallel.place(loaded.params, mesh), parallel
 
 
 def default_model_name(loaded: LoadedModel) -> str:
@@ -201,11 +318,43 @@ def default_model_name(loaded: LoadedModel) -> str:
     return source.name.split(".")[0] if source.is_file() else source.resolve().name
 
 
-def _limits(config: EngineConfig, model: ModelConfig, dtype: np.dtype) -> tuple[SchedulerConfig, int]:
-    """Scheduler limits and the number of KV pages, page 0 included."""
-    page_bytes = kv_page_bytes(model, config.page_tokens, dtype)
-    num_pages = config.device_kv_mb * MB // page_bytes
-    held = (num_pages - 1) * config.page_tokens
+class _Sizes(NamedTuple):
+    """Pages of each memory, the reserved ones included."""
+
+    pool_pages: int
+    adapter_pages: int
+    kv_pages: int
+
+
+def _sizes(config: EngineConfig, layout: PageLayout) -> _Sizes:
+    whole = layout.page_bytes * config.tensor_parallel_size
+    sizes = _Sizes(
+        pool_pages=int(config.pool_memory_gb * GB) // (whole * config.pool_devices),
+        adapter_pages=config.device_adapter_mb * MB // layout.page_bytes if config.enable_lora else 1,
+        kv_pages=config.device_kv_mb * MB // layout.page_bytes,
+    )
+    problems = []
+    if sizes.pool_pages < 2:
+        need = 2 * whole * config.pool_devices / GB
+        problems.append(
+            f"--pool_memory_gb {config.pool_memory_gb} is less than two pages of {whole} bytes on each of "
+            f"{config.pool_devices} pool devices: raise it to {need:.3g} or more"
+        )
+    if sizes.kv_pages < 2:
+        need = -(-2 * layout.page_bytes // MB)
+        problems.append(
+            f"--device_kv_mb {config.device_kv_mb} is less than two pages of {layout.page_bytes} bytes: raise it to "
+            f"{need} or more"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+    return sizes
+
+
+def _limits(config: EngineConfig, model: ModelConfig, layout: PageLayout) -> SchedulerConfig:
+    whole = layout.page_bytes * config.tensor_parallel_size
+    held = (int(config.pool_memory_gb * GB) // (whole * config.pool_devices) - 1) * config.pool_devices
+    held *= config.page_tokens
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ValueError(
             f"--max_model_len {config.max_model_len} is above the model's own limit of {model.max_position} tokens: "
@@ -213,14 +362,15 @@ def _limits(config: EngineConfig, model: ModelConfig, dtype: np.dtype) -> tuple[
         )
     longest = config.max_model_len or min(model.max_position, held)
     if held < max(longest, 1):
-        need = -(-(-(-longest // config.page_tokens) + 1) * page_bytes // MB)
+        need = (-(-longest // config.page_tokens) + config.pool_devices) * whole / GB
         raise ValueError(
-            f"--device_kv_mb {config.device_kv_mb} holds {max(held, 0)} tokens, fewer than one sequence of "
-            f"--max_model_len {longest}: raise --device_kv_mb to {need} or lower --max_model_len"
+            f"--pool_memory_gb {config.pool_memory_gb} holds the keys and values of {max(held, 0)} tokens, fewer than "
+            f"one sequence of --max_model_len {longest}: raise --pool_memory_gb to {need:.3g} or more, or lower "
+            "--max_model_len"
         )
     # A step never holds more prefill tokens than one for every token that can be in flight.
     prefill = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
-    limits = SchedulerConfig(
+    return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_prefill_tokens=-(-prefill // PREFILL_BLOCK) * PREFILL_BLOCK,
@@ -230,22 +380,31 @@ def _limits(config: EngineConfig, model: ModelConfig, dtype: np.dtype) -> tuple[
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         max_waiting=config.max_waiting,
     )
-    return limits, num_pages
 
 
-def _store(
-    config: EngineConfig, model: ModelConfig, *, dtype: np.dtype, mesh: Any, ledger: Ledger
-) -> AdapterStore | None:
+def _adapter_pool(
+    config: EngineConfig, memory: PageMemory, pages: PoolPages, *, ledger: Ledger, keep_for_kv: int
+) -> AdapterPool | None:
     if not config.enable_lora:
         return None
-    return AdapterStore(
-        model.projections,
-        model.num_layers,
-        dtype=dtype,
-        mesh=mesh,
-        device_bytes=config.device_adapter_mb * MB,
+    names = memory.layout.names
+    groups = [group for group in LAYER_GROUPS if group[0] in names]
+    return AdapterPool(
+        memory,
+        pages,
         ledger=ledger,
+        needs={name: strategy.needs for name, strategy in LORA.items()},
+        preferred=AUTO_LORA if config.lora_strategy == "auto" else (config.lora_strategy,),
+        groups=[*groups, (EMBEDDING,), (HEAD,)],
+        max_rank=config.max_lora_rank,
+        placement="striped" if config.pool_placement == "striped" else "pinned",
+        keep_for_kv=keep_for_kv,
     )
+
+
+def _attention_of(strategy: str) -> Callable[[Sequence], str]:
+    chosen = AUTO_ATTENTION if strategy == "auto" else strategy
+    return lambda sequence: chosen
 
 
 def _adapter_reader(model: ModelConfig, *, dtype: np.dtype, max_lora_rank: int) -> Callable[[str, str], Adapter]:

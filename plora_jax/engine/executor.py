@@ -4,37 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from memory_pool import AdapterStore, allocate, device_sharding, raw_dtype
+from memory_pool.adapter_pool import AdapterPool, PlacedAdapter
+from memory_pool.ledger import Crossing, Ledger
+from memory_pool.link import device_sharding, pool_sharding
+from memory_pool.page_memory import PageMemory
 from plora_jax.config import ModelConfig
-from plora_jax.engine.batch import (
-    PREFILL_BLOCK,
-    BatchShape,
-    Bucket,
-    StepBatch,
-    build_batch,
-    lattice,
-    pick_bucket,
-)
+from plora_jax.engine.batch import PREFILL_BLOCK, BatchBuilder, BatchShape, Bucket, BuiltStep, lattice, pick_bucket
 from plora_jax.engine.outputs import TokenLogprobs
+from plora_jax.engine.packing import PackedArrays
 from plora_jax.engine.plan import Row, RowResult, StepPlan
-from plora_jax.engine.step import PromptLogprobs, StepResult, StepStrategies, make_step
-from plora_jax.model import Params, stack_as_raw
-from strategies import Kernels, KvPages, choose_kernels
+from plora_jax.engine.plan import Sequence as PlannedSequence
+from plora_jax.engine.step import PromptLogprobs, StepResult, StepSetting, make_step
+from plora_jax.engine.traffic import StepTraffic
+from plora_jax.model import Decoder, Params, stack_as_raw
+from strategies.kernel_tables import Kernels, choose_kernels
+from strategies.strategy_table import LORA
 
 
-def kv_page_bytes(config: ModelConfig, page_tokens: int, dtype: Any) -> int:
-    """Bytes of one KV page: keys and values of `page_tokens` tokens in all layers."""
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return per_token * page_tokens * np.dtype(dtype).itemsize
+class Program(NamedTuple):
+    """What one bucket is run with.
+
+    Attributes:
+        builder: makes its arrays.
+        packing: how its parcels are packed.
+        traffic: declares its link bytes.
+        run: the compiled step.
+    """
+
+    builder: BatchBuilder
+    packing: Mapping[str, PackedArrays]
+    traffic: StepTraffic
+    run: Any
 
 
 class JaxExecutor:
@@ -42,15 +50,16 @@ class JaxExecutor:
 
     Args:
         config: of the model.
-        params: parameter tree on the device.
+        params: parameter tree, placed for the shards (`plora_jax.parallel`).
         dtype: compute dtype of activations, KV and adapters.
-        mesh: devices.
-        num_pages: KV pages on the device, page 0 included.
-        page_tokens: G.
+        memory: page arrays; the step reads them and gives the KV pages back.
         max_num_seqs: rows of a step.
         max_prefill_tokens: prefill slots of the largest bucket.
         max_model_len: longest sequence, tokens.
-        adapters: store whose device rows the step reads; None serves the base model only.
+        max_lora_rank: largest rank of an adapter.
+        adapters: where adapters are; None serves the base model only.
+        attention_of: "local" or "distributed", for a sequence's KV pages that are not on the device.
+        ledger: told what each step moves over the link.
         kernels: implementations to use; by default the best for the platform.
         progress: told (programs compiled, programs in all) during warm-up.
     """
@@ -61,26 +70,37 @@ class JaxExecutor:
         params: Params,
         *,
         dtype: Any,
-        mesh: Mesh,
-        num_pages: int,
-        page_tokens: int,
+        memory: PageMemory,
         max_num_seqs: int,
         max_prefill_tokens: int,
         max_model_len: int,
-        adapters: AdapterStore | None,
+        max_lora_rank: int,
+        adapters: AdapterPool | None,
+        attention_of: Callable[[PlannedSequence], str],
+        ledger: Ledger,
         kernels: Kernels | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._params, self._adapters, self._dtype, self._mesh = stack_as_raw(params), adapters, np.dtype(dtype), mesh
-        self._shape = BatchShape(max_model_len, page_tokens, adapters.num_slots if adapters else 1)
-        self._buckets = lattice(max_num_seqs, max_prefill_tokens)
-        self._width = max_num_seqs
+        self._params, self._adapters, self._dtype = stack_as_raw(params), adapters, np.dtype(dtype)
+        self._memory, self._ledger, self._attention_of = memory, ledger, attention_of
+        self.decoder = Decoder(config, num_shards=memory.num_shards)
         self.kernels = kernels or choose_kernels()
-        shape = (config.num_layers, num_pages, config.num_kv_heads, page_tokens, config.head_dim)
-        self._pages = KvPages(
-            *(allocate(shape, raw_dtype(dtype), device_sharding(mesh)) for _ in range(2)),
+        stripes = adapters.num_stripes if adapters else 1
+        self.shape = BatchShape(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            layout=memory.layout,
+            max_rank=max_lora_rank if adapters else 0,
+            stripes=stripes,
+            pool_devices=memory.pool_devices,
+            device_pages=memory.pool_pages,
         )
-        self._programs = self._compile_all(config, progress)
+        self.setting = StepSetting(memory.layout, -(-self.shape.max_rank // stripes), self.kernels)
+        self.buckets = lattice(max_num_seqs, max_prefill_tokens)
+        self._width = max_num_seqs
+        self._sent: dict[tuple[Bucket, str], tuple[Hashable, jax.Array]] = {}
+        self._space = {False: device_sharding(memory.mesh), True: pool_sharding(memory.mesh)}
+        self.programs = self._compile_all(progress)
 
     @property
     def max_decode_rows(self) -> int:
@@ -88,16 +108,11 @@ class JaxExecutor:
 
     @property
     def max_prefill_tokens(self) -> int:
-        return self._buckets[-1].prefill_tokens
+        return self.buckets[-1].prefill_tokens
 
     @property
     def prefill_block(self) -> int:
         return PREFILL_BLOCK
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of device memory set aside for KV pages."""
-        return sum(p.nbytes for p in self._pages)
 
     def execute(self, plan: StepPlan) -> list[RowResult]:
         """Runs one step.
@@ -108,60 +123,101 @@ class JaxExecutor:
         Returns:
             One result a row, in order.
         """
-        bucket = pick_bucket(self._buckets, plan)
-        slots_of = self._adapters.slots if self._adapters else _no_slots
-        batch, sampled, firsts = build_batch(plan, bucket, self._shape, slots_of=slots_of)
-        self._pages, result = self._programs[bucket](self._params, self._pages, self._rows(), batch)
-        return _unpack(plan.rows, result, batch, sampled=sampled, firsts=firsts)
+        bucket = pick_bucket(self.buckets, plan)
+        program = self.programs[bucket]
+        built = program.builder.build(plan, placed=self._placed)
+        parcels = self.send(bucket, built)
+        memory = self._memory
+        memory.kv, result = program.run(self._params, memory.pool, memory.adapters, memory.kv, parcels, built.sampling)
+        for crossing, size in program.traffic.of(built.use):
+            self._ledger.add(crossing, moved_bytes=size.moved, useful_bytes=size.useful)
+        return _unpack(plan.rows, result, built, decode_rows=bucket.decode_rows)
 
-    def _rows(self) -> Mapping[str, Any]:
-        return self._adapters.device_rows if self._adapters else {}
+    def send(self, bucket: Bucket, built: BuiltStep) -> dict[str, Any]:
+        """The words of a step's parcels; those that did not change since they were last sent are there already."""
+        program, words = self.programs[bucket], {}
+        for name, parcel in built.parcels.items():
+            kept = self._sent.get((bucket, name))
+            if parcel.key is not None and kept is not None and kept[0] == parcel.key:
+                words[name] = kept[1]
+                continue
+            packed = program.packing[name].pack(parcel.tree)
+            if parcel.key is None:
+                self._sent.pop((bucket, name), None)
+                words[name] = packed
+            else:
+                words[name] = jax.device_put(packed, self._space[parcel.in_pool])
+                self._sent[bucket, name] = parcel.key, words[name]
+            if parcel.in_pool:
+                size = self._memory.num_shards * packed.nbytes
+                self._ledger.add(_control(name), moved_bytes=size, useful_bytes=size)
+        return words
 
-    def _compile_all(self, config: ModelConfig, progress: Callable[[int, int], None] | None) -> dict[Bucket, Any]:
-        step = make_step(config, self._dtype, StepStrategies("resident", "local", self.kernels))
-        jitted = jax.jit(step, donate_argnames="pages")
-        # float32 means float32: accelerators otherwise round the operands of a product to fewer bits.
-        exact = self._dtype == np.float32
-        lowered = {}
-        for bucket in self._buckets:
-            batch, _, _ = build_batch(StepPlan(()), bucket, self._shape, slots_of=_no_slots)
-            args = jax.tree.map(self._abstract, (self._params, self._pages, self._rows(), batch))
-            with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-                lowered[bucket] = jitted.lower(*args)
+    def _placed(self, adapter_id: int) -> PlacedAdapter:
+        assert self._adapters is not None, adapter_id
+        return self._adapters.placed(adapter_id)
+
+    def _compile_all(self, progress: Callable[[int, int], None] | None) -> dict[Bucket, Program]:
+        lowered = {bucket: self._lower(bucket) for bucket in self.buckets}
         programs = {}
         with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as threads:
-            running = {threads.submit(program.compile): bucket for bucket, program in lowered.items()}
+            running = {threads.submit(program.run.compile): bucket for bucket, program in lowered.items()}
             for done in as_completed(running):
-                programs[running[done]] = done.result()
+                programs[running[done]] = lowered[running[done]]._replace(run=done.result())
                 if progress:
                     progress(len(programs), len(lowered))
         return programs
 
-    def _abstract(self, x: Any) -> jax.ShapeDtypeStruct:
-        sharding = x.sharding if isinstance(x, jax.Array) else device_sharding(self._mesh)
-        return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=sharding)
+    def _lower(self, bucket: Bucket) -> Program:
+        strategies = tuple(LORA) if self._adapters else ()
+        builder = BatchBuilder(
+            bucket, self.shape, lora_strategies=strategies, attention_of=lambda seq: self._attention_of(seq)
+        )
+        empty = builder.build(StepPlan(()), placed=self._placed)
+        packing = {name: PackedArrays(parcel.tree) for name, parcel in empty.parcels.items()}
+        step = make_step(self.decoder, self._dtype, self._memory.mesh, setting=self.setting, packing=packing)
+        # float32 means float32: accelerators otherwise round the operands of a product to fewer bits.
+        exact = self._dtype == np.float32
+        with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
+            run = jax.jit(step, donate_argnums=3).lower(*self.abstract_args(empty, packing))
+        shard = self.decoder.parallel.shard_config
+        traffic = StepTraffic(bucket, self.shape, config=shard, num_shards=self._memory.num_shards)
+        return Program(builder, packing, traffic, run)
+
+    def abstract_args(self, empty: BuiltStep, packing: Mapping[str, PackedArrays]) -> tuple[Any, ...]:
+        """Shapes of a step's arguments with their shardings."""
+        memory, device = self._memory, self._space[False]
+
+        def words(name: str) -> jax.ShapeDtypeStruct:
+            sharding = self._space[empty.parcels[name].in_pool]
+            return jax.ShapeDtypeStruct((max(packing[name].num_words, 1),), np.int32, sharding=sharding)
+
+        def abstract(x: Any) -> jax.ShapeDtypeStruct:
+            sharding = x.sharding if isinstance(x, jax.Array) else device
+            return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=sharding)
+
+        arrays = jax.tree.map(abstract, (self._params, memory.pool, memory.adapters, memory.kv))
+        return *arrays, {name: words(name) for name in packing}, jax.tree.map(abstract, empty.sampling)
 
 
-def _no_slots(_: int) -> Sequence[int]:
-    return ()
+def _control(parcel: str) -> Crossing:
+    """What the words of a parcel for the pool are counted as."""
+    return Crossing("control", "attention" if parcel == "kv" else "lora", "to_pool", "step")
 
 
-def _unpack(
-    rows: Sequence[Row], result: StepResult, batch: StepBatch, *, sampled: Sequence[int], firsts: Sequence[int]
-) -> list[RowResult]:
+def _unpack(rows: Sequence[Row], result: StepResult, built: BuiltStep, *, decode_rows: int) -> list[RowResult]:
     # The wide arrays stay on the device unless somebody asked for them.
     token_ids = np.asarray(result.sampled.token_ids).tolist()
-    top = jax.device_get(result.sampled) if batch.sampling.any_logprobs else None
-    prompt = jax.device_get(result.prompt) if batch.any_prompt_logprobs else None
-    decode_rows = batch.decode.positions.shape[0]
+    top = jax.device_get(result.sampled) if built.sampling.any_logprobs else None
+    prompt = None if built.prompt_targets is None else jax.device_get(result.prompt)
     out = []
-    for row, index, first in zip(rows, sampled, firsts, strict=True):
+    for row, index, first in zip(rows, built.sampled, built.firsts, strict=True):
         token_id = token_ids[index] if index >= 0 else None
         logprobs = None
         wanted = row.sequence.sampling.logprobs
         if token_id is not None and wanted is not None and top is not None:
             logprobs = _entry(token_id, top.logprobs[index], top.top_ids[index], top.top_logprobs[index], wanted)
-        scored = () if prompt is None else _prompt_entries(row, prompt, batch, first - decode_rows)
+        scored = () if prompt is None else _prompt_entries(row, prompt, built.prompt_targets, first - decode_rows)
         out.append(RowResult(token_id, logprobs, scored))
     return out
 
@@ -171,13 +227,13 @@ def _entry(token_id: int, logprob: Any, top_ids: np.ndarray, top_logprobs: np.nd
     return TokenLogprobs(token_id, float(logprob), top)
 
 
-def _prompt_entries(row: Row, prompt: PromptLogprobs, batch: StepBatch, slot: int) -> list[TokenLogprobs]:
+def _prompt_entries(row: Row, prompt: PromptLogprobs, targets: Any, slot: int) -> list[TokenLogprobs]:
     """Entries for the prompt tokens at positions start + 1 .. start + count."""
     wanted = row.sequence.sampling.prompt_logprobs
     if row.decode or wanted is None:
         return []
     count = min(row.count, len(row.sequence.prompt_ids) - row.start - 1)
     return [
-        _entry(int(batch.prompt_targets[i]), prompt.logprobs[i], prompt.top_ids[i], prompt.top_logprobs[i], wanted)
+        _entry(int(targets[i]), prompt.logprobs[i], prompt.top_ids[i], prompt.top_logprobs[i], wanted)
         for i in range(slot, slot + max(count, 0))
     ]

@@ -1,25 +1,35 @@
 """One step of the engine as a pure function: model, strategies and sampling, compiled once a bucket.
 
-`step(params, pages, rows, batch) -> (pages, result)`: KV pages are donated and updated in place; base weights and
-adapter rows are read.
+`step(params, pool, adapters, kv, parcels, sampling) -> (kv, result)`: KV pages are donated and updated in place; base
+weights, adapter pages and the pool are read. The whole step runs inside one shard_map over the mesh axis `tensor`:
+every shard runs the same code on its own heads, widths and pages, and reductions are explicit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
-from memory_pool import AdapterRows
-from plora_jax.config import ModelConfig
-from plora_jax.engine.batch import PREFILL_BLOCK, StepBatch
+from memory_pool.layout import PageLayout
+from memory_pool.link import TENSOR_AXIS
+from memory_pool.near import near_data
+from plora_jax.engine import kv_lanes, lora_lanes
+from plora_jax.engine.batch import LORA_PHASES, PREFILL_BLOCK, StepTokens
+from plora_jax.engine.packing import PackedArrays
 from plora_jax.engine.params import MAX_LOGPROBS
-from plora_jax.engine.sampling import SampledRows, sample, token_logprobs
+from plora_jax.engine.sampling import SampledRows, SamplingBatch, sample, token_logprobs
 from plora_jax.model import Decoder, LayerConstants, Params
-from strategies import ATTENTION, LORA, HeadMaths, Kernels, KvPages, write_kv
+from plora_jax.parallel import EMBEDDING, HEAD
+from strategies import apply, outer
+from strategies.kernel_tables import Kernels, KernelSet
+from strategies.lanes import KvControl, KvLanes, LoraLane, Memory
+from strategies.paged_attention import HeadMaths, write_kv
+from strategies.setting import AttentionSetting, LoraSetting
 
 
 class PromptLogprobs(NamedTuple):
@@ -37,132 +47,255 @@ class StepResult(NamedTuple):
     prompt: PromptLogprobs
 
 
-class StepStrategies(NamedTuple):
-    """What a step is built from.
+class StepSetting(NamedTuple):
+    """What a step is built from, besides the model.
 
     Attributes:
-        lora: a name in strategies.LORA.
-        attention: a name in strategies.ATTENTION.
-        kernels: implementations on this platform.
+        layout: of pages.
+        max_rank: most rank components of an adapter on one pool device; 0 serves the base model only.
+        kernels: implementations, on the device and near the data.
     """
 
-    lora: str
-    attention: str
+    layout: PageLayout
+    max_rank: int
     kernels: Kernels
+
+    def lora(self, kernels: KernelSet, group: Sequence[str]) -> LoraSetting:
+        return LoraSetting(self.layout, tuple(group), self.max_rank, kernels, kernels)
+
+
+class StepInputs(NamedTuple):
+    """The parcels of a step, opened.
+
+    Attributes:
+        tokens: tokens, positions, pages that are written.
+        kv: attention of the phases "decode" and "prefill", on the device.
+        kv_control: the same in the pool.
+        lora: lanes by phase and strategy, on the device.
+        lora_control: the same in the pool; `resident` has no part there.
+    """
+
+    tokens: StepTokens
+    kv: Mapping[str, KvLanes]
+    kv_control: Mapping[str, KvControl]
+    lora: Mapping[str, Mapping[str, LoraLane]]
+    lora_control: Mapping[str, Mapping[str, LoraLane]]
+
+
+def open_parcels(parcels: Mapping[str, jax.Array], packing: Mapping[str, PackedArrays]) -> StepInputs:
+    """Cuts the words of parcels into arrays again; those in the pool near the data.
+
+    Args:
+        parcels: words by the names of `BatchBuilder.build`.
+        packing: how each was packed.
+    """
+    trees: dict[str, Any] = {}
+    for name, words in parcels.items():
+        unpack = packing[name].unpack
+        trees[name] = near_data(unpack)(words) if name.startswith("near_") or name == "kv" else unpack(words)
+    tokens = trees["tokens"]
+    kv = {phase: kv_lanes.join(getattr(tokens, phase), trees["missing"][phase]) for phase in ("decode", "prefill")}
+
+    def lanes(prefix: str, phase: str) -> dict[str, LoraLane]:
+        tables = trees[f"{prefix}tables.{phase}"]
+        return {n: lora_lanes.join(part, tables[n]) for n, part in trees[f"{prefix}owners"][phase].items()}
+
+    lora = {phase: lanes("", phase) for phase in LORA_PHASES}
+    control = {phase: lanes("near_", phase) for phase in LORA_PHASES}
+    return StepInputs(tokens, kv, trees["kv"], lora, control)
 
 
 class PagedContext:
-    """The strategies of a packed batch, as the model's layers see them."""
+    """The strategies of a packed batch, as the model sees them on one shard."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        batch: StepBatch,
-        rows: Mapping[str, AdapterRows],
-        *,
-        strategies: StepStrategies,
+        self, decoder: Decoder, inputs: StepInputs, pool: jax.Array, adapters: jax.Array, *, setting: StepSetting
     ) -> None:
-        self._config, self._batch, self._rows = config, batch, rows
-        self._kernels = strategies.kernels
-        self._delta = LORA[strategies.lora].delta
-        self._attend = ATTENTION[strategies.attention].attend
+        self._config = decoder.parallel.shard_config
+        self._inputs, self._setting = inputs, setting
+        self._pool, self._adapters = pool, adapters
+        self._rows = inputs.tokens.decode.positions.shape[0]
 
     def positions(self) -> jax.Array:
-        return self._batch.positions
+        return self._inputs.tokens.positions
+
+    def embed_delta(self, tokens: jax.Array) -> jax.Array | None:
+        if not self._setting.max_rank:
+            return None
+        setting = self._setting.lora(self._setting.kernels.decode, (EMBEDDING,))
+        return self._outer(outer.embed_delta, tokens, "embed", setting)
+
+    def head_delta(self, hidden: jax.Array, phase: str, owners: Mapping[str, Any] | None = None) -> jax.Array | None:
+        """What adapters add to the logits of some rows [T, D]: this shard's part of the vocabulary, float32, or None.
+
+        Args:
+            hidden: rows after the final norm.
+            phase: "head" or "prompt".
+            owners: by "lora" and "lora_control" and strategy, owners of the rows, where they are part of the phase's.
+        """
+        if not self._setting.max_rank:
+            return None
+        setting = self._setting.lora(self._setting.kernels.decode, (HEAD,))
+        return self._outer(outer.head_delta, hidden, phase, setting, owners)
+
+    def _outer(
+        self,
+        function: Callable[..., jax.Array],
+        x: jax.Array,
+        phase: str,
+        setting: LoraSetting,
+        owners: Mapping[str, Any] | None = None,
+    ) -> jax.Array:
+        memory = Memory(self._pool, self._adapters, None)
+        total = None
+        for name, lane in self._inputs.lora[phase].items():
+            control = self._inputs.lora_control[phase].get(name)
+            if owners is not None:
+                lane = lane._replace(owner=owners["lora"][name])
+                control = control and control._replace(owner=owners["lora_control"][name])
+            control = control or lane
+            part = function(x, memory, lane, control, strategy=name, scope=f"{phase}.{name}", setting=setting)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
 
     def deltas(self, x: jax.Array, projections: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
-        rows = {name: self._rows[name] for name in projections if name in self._rows}
-        if not rows:
+        group = tuple(name for name in projections if name in self._setting.layout.names)
+        if not group or not self._setting.max_rank:
             return {}
-        decode, prefill = self._split(x)
+        memory = Memory(self._pool, self._adapters, None)
         parts = [
-            self._delta(tokens, rows, layer.index, lane, kernel=kernels.lora.call)
-            for tokens, lane, kernels in (
-                (decode, self._batch.decode_lora, self._kernels.decode),
-                (prefill, self._batch.prefill_lora, self._kernels.prefill),
+            apply.delta(
+                tokens,
+                memory,
+                layer.index,
+                self._inputs.lora[phase],
+                {**self._inputs.lora[phase], **self._inputs.lora_control[phase]},
+                phase=phase,
+                setting=self._setting.lora(kernels, group),
             )
-            if tokens.shape[0]
+            for phase, tokens, kernels in self._phases(x)
         ]
-        return {name: jnp.concatenate([part[name] for part in parts]) for name in rows}
+        return {name: jnp.concatenate([part[name] for part in parts]) for name in group}
 
     def attend(
-        self, cache: KvPages, q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerConstants
-    ) -> tuple[KvPages, jax.Array]:
-        c = self._config
-        cache = write_kv(cache, layer.index, k, v, self._batch.write)
+        self, cache: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerConstants
+    ) -> tuple[jax.Array, jax.Array]:
+        c, layout = self._config, self._setting.layout
+        cache = write_kv(cache, layer.index, k, v, self._inputs.tokens.write, layout=layout)
         maths = HeadMaths(c.query_scale, c.attention_soft_cap, layer.window)
-        decode, prefill = self._split(q)
-        parts = [
-            self._attend(
-                tokens.reshape(*lane.positions.shape, c.num_heads, c.head_dim),
-                cache,
+        memory = Memory(self._pool, self._adapters, cache)
+        parts = []
+        for phase, tokens, kernels in self._phases(q):
+            lanes = self._inputs.kv[phase]
+            out = apply.attend(
+                tokens.reshape(*lanes.device.positions.shape, c.num_heads, c.head_dim),
+                memory,
                 layer.index,
-                lane,
+                lanes,
+                self._inputs.kv_control[phase],
                 maths,
-                kernel=kernels.attention.call,
-            ).reshape(tokens.shape)
-            for tokens, lane, kernels in (
-                (decode, self._batch.decode, self._kernels.decode),
-                (prefill, self._batch.prefill, self._kernels.prefill),
+                phase=phase,
+                setting=AttentionSetting(layout, kernels, kernels),
             )
-            if tokens.shape[0]
-        ]
+            parts.append(out.reshape(tokens.shape))
         return cache, jnp.concatenate(parts)
 
-    def _split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The decode rows and the prefill tokens of a packed array."""
-        decode_rows = self._batch.decode.positions.shape[0]
-        return x[:decode_rows], x[decode_rows:]
+    def _phases(self, x: jax.Array) -> list[tuple[str, jax.Array, KernelSet]]:
+        """The decode rows and the prefill tokens of a packed array; a phase without room is left out."""
+        kernels = self._setting.kernels
+        phases = [("decode", x[: self._rows], kernels.decode), ("prefill", x[self._rows :], kernels.prefill)]
+        return [phase for phase in phases if phase[1].shape[0]]
 
 
-def make_step(config: ModelConfig, dtype: Any, strategies: StepStrategies) -> Any:
-    """Builds the step of a model.
+def make_step(
+    decoder: Decoder,
+    dtype: Any,
+    mesh: Mesh,
+    *,
+    setting: StepSetting,
+    packing: Mapping[str, PackedArrays],
+) -> Callable[..., tuple[jax.Array, StepResult]]:
+    """Builds the step of a model for one bucket.
 
     Args:
-        config: of the model.
+        decoder: of the model, over the shards of `mesh`.
         dtype: compute dtype of activations, KV and adapters.
-        strategies: which strategies and kernels the step uses.
+        mesh: devices, with the axis `tensor`.
+        setting: pages and kernels.
+        packing: how the bucket's parcels are packed.
 
     Returns:
-        A function (params, pages, rows, batch) -> (pages, StepResult), to be jitted with `pages` donated.
+        A function (params, pool, adapters, kv, parcels, sampling) -> (kv, StepResult), to be jitted with `kv` donated.
     """
-    decoder = Decoder(config)
 
     def step(
-        params: Params, pages: KvPages, rows: Mapping[str, AdapterRows], batch: StepBatch
-    ) -> tuple[KvPages, StepResult]:
-        context = PagedContext(config, batch, rows, strategies=strategies)
+        params: Params,
+        pool: jax.Array,
+        adapters: jax.Array,
+        kv: jax.Array,
+        parcels: Mapping[str, jax.Array],
+        sampling: SamplingBatch,
+    ) -> tuple[jax.Array, StepResult]:
+        inputs = open_parcels(parcels, packing)
+        context = PagedContext(decoder, inputs, pool, adapters, setting=setting)
+        tokens = inputs.tokens
         with jax.named_scope("embed"):
-            x = decoder.embed(params, batch.tokens, dtype)
+            x = decoder.embed(params, tokens.tokens, dtype, context=context)
         with jax.named_scope("layers"):
-            hidden, pages = decoder.layers(params, x, pages, context)
+            hidden, kv = decoder.layers(params, x, kv, context)
         with jax.named_scope("head"):
-            logits = decoder.logits(params, hidden.at[batch.sample_rows].get(mode="promise_in_bounds"))
+            rows = hidden.at[tokens.sample_rows].get(mode="promise_in_bounds")
+            logits = decoder.logits(params, rows, delta=context.head_delta(rows, "head"))
         with jax.named_scope("sample"):
-            sampled = sample(logits, batch.sampling)
-        prompt = _prompt_logprobs(decoder, params, hidden[batch.decode.positions.shape[0] :], batch)
-        return pages, StepResult(sampled, prompt)
+            sampled = sample(logits, sampling)
+        prompt = _prompt_logprobs(decoder, params, hidden[tokens.decode.positions.shape[0] :], inputs, context)
+        return kv, StepResult(sampled, prompt)
 
-    return step
+    sharded, whole = PartitionSpec(TENSOR_AXIS), PartitionSpec()
+    return jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(decoder.parallel.param_specs(), sharded, sharded, sharded, whole, whole),
+        out_specs=(sharded, whole),
+        check_vma=False,
+    )
 
 
-def _prompt_logprobs(decoder: Decoder, params: Params, hidden_CD: jax.Array, batch: StepBatch) -> PromptLogprobs:
+def _prompt_logprobs(
+    decoder: Decoder, params: Params, hidden_CD: jax.Array, inputs: StepInputs, context: PagedContext
+) -> PromptLogprobs:
     """Scores of the prefill tokens, computed only when somebody asked; block by block to bound the logits."""
-    slots = batch.prompt_targets.shape[0]
+    slots = inputs.tokens.prompt_targets.shape[0]
     blocks = slots // PREFILL_BLOCK
-
-    def score(_: None) -> PromptLogprobs:
-        def block(part: tuple[jax.Array, jax.Array]) -> PromptLogprobs:
-            hidden, targets = part
-            return PromptLogprobs(*token_logprobs(decoder.logits(params, hidden), targets))
-
-        hidden = hidden_CD.reshape(blocks, PREFILL_BLOCK, -1)
-        scored = lax.map(block, (hidden, batch.prompt_targets.reshape(blocks, PREFILL_BLOCK)))
-        return jax.tree.map(lambda x: x.reshape(slots, *x.shape[2:]), scored)
-
     nothing = PromptLogprobs(
         jnp.zeros(slots), jnp.zeros((slots, MAX_LOGPROBS), jnp.int32), jnp.zeros((slots, MAX_LOGPROBS))
     )
     if not slots:
         return nothing
-    return lax.cond(batch.any_prompt_logprobs, score, lambda _: nothing, None)
+
+    def block(part: tuple[jax.Array, jax.Array, Any]) -> PromptLogprobs:
+        hidden, targets, owners = part
+        delta = context.head_delta(hidden, "prompt", owners)
+        return PromptLogprobs(*token_logprobs(decoder.logits(params, hidden, delta=delta), targets))
+
+    def score(_: None) -> PromptLogprobs:
+        hidden = hidden_CD.reshape(blocks, PREFILL_BLOCK, -1)
+        targets = inputs.tokens.prompt_targets.reshape(blocks, PREFILL_BLOCK)
+        scored = lax.map(block, (hidden, targets, _owner_blocks(inputs, blocks)))
+        return jax.tree.map(lambda x: x.reshape(slots, *x.shape[2:]), scored)
+
+    with jax.named_scope("prompt_logprobs"):
+        return lax.cond(inputs.tokens.any_prompt_logprobs, score, lambda _: nothing, None)
+
+
+def _owner_blocks(inputs: StepInputs, blocks: int) -> dict[str, dict[str, jax.Array]]:
+    """Owners of the prefill tokens by block, on the device and in the pool."""
+
+    def cut(owner: jax.Array) -> jax.Array:
+        return owner.reshape(blocks, PREFILL_BLOCK)
+
+    return {
+        "lora": {name: cut(lane.owner) for name, lane in inputs.lora["prompt"].items()},
+        "lora_control": {name: near_data(cut)(lane.owner) for name, lane in inputs.lora_control["prompt"].items()},
+    }

@@ -8,17 +8,17 @@ from collections import defaultdict
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from memory_pool import PageAllocator
+from memory_pool.link import TENSOR_AXIS
 from plora_jax.adapters import load_adapter
 from plora_jax.engine import Engine, SamplingParams
-from plora_jax.engine.batch import build_batch, pick_bucket
+from plora_jax.engine.batch import pick_bucket
 from plora_jax.engine.build import Deployment, EngineConfig, build_engine
-from plora_jax.engine.executor import JaxExecutor
 from plora_jax.engine.plan import RowResult, StepPlan
-from plora_jax.engine.step import PagedContext, StepStrategies
-from plora_jax.model import Decoder
+from plora_jax.engine.step import PagedContext, open_parcels
 
 PACK = Path(__file__).parent.parent / "data" / "conformance"
 INDEX = json.loads((PACK / "index.json").read_text())
@@ -27,42 +27,58 @@ NOT_SERVED = {
     "lora_bias": "lora_bias",
     "bias_all_qwen2": "bias",
     "modules_to_save_head": "modules_to_save",
-    "embed_head_lora": "embed",
     "dora": "DoRA",
 }
 SERVED = [name for name in INDEX["adapters"] if name not in NOT_SERVED]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=1)
 
 
 class LogitsRecorder:
-    """An executor that keeps the logits of every token it computes, by sequence and position.
+    """An executor that keeps the logits of every token it computes, by adapter, prompt and position.
 
-    The logits come from the step's own parts (packed batch, paged context, decoder) before sampling.
+    The logits come from the step's own parts (parcels, paged context, decoder) before sampling. Requests must ask for
+    prompt log-probabilities, which is when adapters of the head see every token of a prompt.
     """
 
     def __init__(self, deployment: Deployment) -> None:
         self.inner = deployment.executor
-        config, kernels = deployment.model, self.inner.kernels
-        decoder = Decoder(config)
-
-        def logits(params, pages, rows, batch):
-            context = PagedContext(config, batch, rows, strategies=StepStrategies("resident", "local", kernels))
-            hidden, _ = decoder.layers(params, decoder.embed(params, batch.tokens, np.float32), pages, context)
-            return decoder.logits(params, hidden)
-
-        self._logits = jax.jit(logits)
+        self._memory = deployment.memory
+        self._logits = {bucket: self._make(bucket) for bucket in self.inner.buckets}
         self.by_sequence: dict[tuple, dict[int, np.ndarray]] = defaultdict(dict)
+
+    def _make(self, bucket):
+        decoder, packing = self.inner.decoder, self.inner.programs[bucket].packing
+
+        def logits(params, pool, adapters, kv, parcels):
+            inputs = open_parcels(parcels, packing)
+            context = PagedContext(decoder, inputs, pool, adapters, setting=self.inner.setting)
+            x = decoder.embed(params, inputs.tokens.tokens, np.float32, context=context)
+            hidden, _ = decoder.layers(params, x, kv, context)
+            rows = bucket.decode_rows
+            delta = context.head_delta(hidden[:rows], "head")
+            if delta is not None and bucket.prefill_tokens:
+                delta = jnp.concatenate([delta, context.head_delta(hidden[rows:], "prompt")])
+            return decoder.logits(params, hidden, delta=delta)
+
+        sharded, whole = PartitionSpec(TENSOR_AXIS), PartitionSpec()
+        specs = (decoder.parallel.param_specs(), sharded, sharded, sharded, whole)
+        mesh = self._memory.mesh
+        return jax.jit(jax.shard_map(logits, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False))
 
     def __getattr__(self, name: str):
         return getattr(self.inner, name)
 
     def execute(self, plan: StepPlan) -> list[RowResult]:
-        inner: JaxExecutor = self.inner
-        bucket = pick_bucket(inner._buckets, plan)
-        slots_of = inner._adapters.slots
-        batch, _, firsts = build_batch(plan, bucket, inner._shape, slots_of=slots_of)
-        logits = np.asarray(self._logits(inner._params, inner._pages, inner._rows(), batch))
-        for row, first in zip(plan.rows, firsts, strict=True):
+        inner, memory = self.inner, self._memory
+        bucket = pick_bucket(inner.buckets, plan)
+        built = inner.programs[bucket].builder.build(plan, placed=inner._placed)
+        words = {
+            name: jax.device_put(inner.programs[bucket].packing[name].pack(p.tree), inner._space[p.in_pool])
+            for name, p in built.parcels.items()
+        }
+        arrays = inner._params, memory.pool, memory.adapters, memory.kv
+        logits = np.asarray(self._logits[bucket](*arrays, words))
+        for row, first in zip(plan.rows, built.firsts, strict=True):
             key = (row.sequence.adapter_id, tuple(row.sequence.prompt_ids))
             for i in range(row.count):
                 self.by_sequence[key][row.start + i] = logits[first + i]
@@ -77,6 +93,7 @@ def deploy(model: str, **options) -> Deployment:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "device_kv_mb": 4,
+        "pool_memory_gb": 0.125,
         "device_adapter_mb": 4,
         "compilation_cache_dir": None,
     }
@@ -84,14 +101,14 @@ def deploy(model: str, **options) -> Deployment:
 
 
 def engine_over(deployment: Deployment, executor, *, chunk: int | None) -> Engine:
-    """A fresh engine over a deployment's programs, with another prefill chunk."""
+    """A fresh engine over a deployment's programs and pages, with another prefill chunk."""
     old = deployment.engine
     return Engine(
         executor=executor,
         scheduler_config=dataclasses.replace(old.scheduler_config, prefill_chunk_tokens=chunk),
-        pages=PageAllocator(deployment.num_pages + 1, reserved=1),
+        kv=deployment.kv,
         tokenizer=old.tokenizer,
-        adapters=deployment.store,
+        adapters=deployment.adapters,
         load_adapter=lambda name, path: load_adapter(
             path, name=name, config=deployment.model, max_lora_rank=64, dtype=np.float32
         ),

@@ -1,0 +1,145 @@
+"""The page tables of a step's attention, for both sides of the link.
+
+Pages of a sequence that are on the device are read there. The others are streamed to a scratch on the device (`local`)
+or attended near the data (`distributed`); the strategy may differ from sequence to sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from plora_jax.engine.plan import Sequence
+from strategies.lanes import ABSENT, SCRATCH_PAGES, AttentionLane, KvControl, KvLanes
+
+
+class KvShape(NamedTuple):
+    """Sizes of one phase.
+
+    Attributes:
+        groups: N.
+        queries: Q, queries of a group.
+        sequences: most sequences of the phase.
+        table_pages: M.
+        pool_devices: D.
+        device_pages: pages of one pool device.
+    """
+
+    groups: int
+    queries: int
+    sequences: int
+    table_pages: int
+    pool_devices: int
+    device_pages: int
+
+
+class KvMissing(NamedTuple):
+    """The fields of `KvLanes` about pages that are not on the device."""
+
+    slots: Any
+    rounds: Any
+    near_groups: Any
+
+
+class KvUse(NamedTuple):
+    """What the ledger needs to know of a phase.
+
+    Attributes:
+        rounds: rounds of the stream.
+        streamed_pages: pages in it.
+        near_queries: queries that are attended near the data, by pool device [D].
+        any: whether pages are streamed or attended near the data.
+    """
+
+    rounds: int
+    streamed_pages: int
+    near_queries: tuple[int, ...]
+    any: bool
+
+
+class PhaseKv(NamedTuple):
+    """The attention of one phase: device side in two parts, pool side, and what it does with the link."""
+
+    lane: AttentionLane
+    missing: KvMissing
+    control: KvControl
+    use: KvUse
+
+
+def join(lane: AttentionLane, missing: KvMissing) -> KvLanes:
+    """The device side from its parts."""
+    return KvLanes(lane, *missing)
+
+
+class KvPacker:
+    """Fills the tables of one phase, sequence by sequence.
+
+    Args:
+        shape: sizes.
+        strategy_of: "local" or "distributed" for the pages of a sequence that are not on the device.
+    """
+
+    def __init__(self, shape: KvShape, strategy_of: Callable[[Sequence], str]) -> None:
+        self._shape, self._strategy_of = shape, strategy_of
+        n, m = shape.groups, shape.table_pages
+        self._tables = np.full((n, m), ABSENT, np.int32)
+        self._slots = np.full((n, m), ABSENT, np.int32)
+        self._near = np.full((shape.pool_devices, n, m), ABSENT, np.int32)
+        self._positions = np.full((n, shape.queries), -1, np.int32)
+        self._stream: list[np.ndarray] = []
+        self._streamed = 0
+        self._near_groups = 0
+        self._near_queries = np.zeros(shape.pool_devices, np.int64)
+
+    @staticmethod
+    def stream_pages(shape: KvShape) -> int:
+        """Room of the stream: every page of every sequence, whole rounds."""
+        return -(-shape.sequences * shape.table_pages // SCRATCH_PAGES) * SCRATCH_PAGES
+
+    def place(self, sequence: Sequence, positions: np.ndarray, *, group: int, groups: int) -> None:
+        """Puts a sequence's queries into some groups.
+
+        Args:
+            sequence: whose KV handle has device pages for all tokens that are written.
+            positions: [count] int32 of the queries.
+            group: first of its groups.
+            groups: how many.
+        """
+        assert sequence.kv is not None, sequence.seq_id
+        here = slice(group, group + groups)
+        device, pool = sequence.kv.device_table(), sequence.kv.pool_table()
+        self._tables[here, : len(device)] = device
+        self._positions[here].reshape(-1)[: len(positions)] = positions
+        missing = np.flatnonzero(pool != ABSENT)
+        if not missing.size:
+            return
+        if self._strategy_of(sequence) == "local":
+            self._slots[here, missing] = self._streamed + np.arange(missing.size, dtype=np.int32)
+            self._stream.append(pool[missing])
+            self._streamed += missing.size
+            return
+        owners = pool[missing] // self._shape.device_pages
+        self._near_groups += groups
+        for d in range(self._shape.pool_devices):
+            on_device = missing[owners == d]
+            self._near[d][here, on_device] = pool[on_device]
+            self._near_queries[d] += len(positions) if on_device.size else 0
+
+    def finish(self) -> PhaseKv:
+        """The tables of everything placed, as numpy arrays."""
+        used = self._positions[self._positions >= 0]
+        first = np.int32(used.min()) if used.size else np.int32(0)
+        end = np.int32(used.max() + 1) if used.size else np.int32(0)
+        rounds = -(-self._streamed // SCRATCH_PAGES)
+        stream = np.zeros(self.stream_pages(self._shape), np.int32)
+        if self._stream:
+            stream[: self._streamed] = np.concatenate(self._stream)
+        near = tuple(self._near_queries.tolist())
+        return PhaseKv(
+            AttentionLane(self._tables, self._positions, first, end),
+            KvMissing(self._slots, np.int32(rounds), np.int32(self._near_groups)),
+            KvControl(stream, self._near, self._positions, first, end),
+            KvUse(rounds, self._streamed, near, bool(rounds or self._near_groups)),
+        )

@@ -1,0 +1,125 @@
+"""What a step moves over the link, declared from what the host knows: the formulas of all strategies, for the ledger.
+
+The audit counts the same program independently; tests hold the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from plora_jax.config import ModelConfig
+from plora_jax.engine.batch import PREFILL_BLOCK, BatchShape, Bucket, StepUse
+from plora_jax.engine.kv_lanes import KvPacker, KvUse
+from plora_jax.engine.lora_lanes import AdapterUse
+from strategies import outer_traffic, traffic
+from strategies.strategy_table import ATTENTION, LORA
+
+LAYER_GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Projections of a decoder layer by the input that they share."""
+
+
+class StepTraffic:
+    """The link bytes of one bucket's steps.
+
+    Args:
+        bucket: sizes of the program.
+        shape: sizes that all buckets share.
+        config: of one shard of the model.
+        num_shards: of the mesh axis `tensor`.
+    """
+
+    def __init__(self, bucket: Bucket, shape: BatchShape, *, config: ModelConfig, num_shards: int) -> None:
+        self._shape, self._shards = shape, num_shards
+        rows, blocks = bucket.decode_rows, bucket.prefill_tokens // PREFILL_BLOCK
+        prompts = min(blocks, shape.max_num_seqs)
+        groups = tuple(g for g in LAYER_GROUPS if g[0] in shape.layout.names)
+        sizes = {
+            "decode": (rows, rows),
+            "prefill": (bucket.prefill_tokens, prompts),
+            "embed": (bucket.tokens, rows + prompts),
+            "head": (rows, rows),
+            "prompt": (bucket.prefill_tokens, prompts),
+        }
+        self._prompt_blocks = blocks
+        self._lora = {
+            phase: self._lora_bucket(phase, tokens, entries, groups if phase in ("decode", "prefill") else ())
+            for phase, (tokens, entries) in sizes.items()
+        }
+        self._kv = {
+            "decode": self._kv_bucket("decode", rows, 1, config),
+            "prefill": self._kv_bucket("prefill", blocks, PREFILL_BLOCK, config),
+        }
+        self._facts: dict[tuple[str, str], tuple[tuple[int, ...], traffic.LaneFacts]] = {}
+
+    def of(self, use: StepUse) -> Iterator[traffic.Bytes]:
+        """The bytes of one step by what moves, control tables apart, which are counted when they are sent."""
+        for phase, by_strategy in use.lora.items():
+            for name, adapters in by_strategy.items():
+                yield from self._of_lane(phase, name, self._lora_use(phase, name, adapters))
+        for phase, kv in (("decode", use.decode), ("prefill", use.prefill)):
+            for strategy in ATTENTION.values():
+                yield from strategy.traffic(self._kv[phase], _kv_use(kv))
+
+    def loop_counts(self, use: StepUse) -> dict[str, int]:
+        """How often what is data in the program runs, for `memory_pool.audit`."""
+        counts: dict[str, int] = {}
+        for phase, by_strategy in use.lora.items():
+            uses = {name: self._lora_use(phase, name, adapters) for name, adapters in by_strategy.items()}
+            if phase in ("decode", "prefill"):
+                counts |= traffic.lora_loop_counts(self._lora[phase], uses)
+            else:
+                counts |= outer_traffic.loop_counts(self._lora[phase], uses)
+        for phase, kv in (("decode", use.decode), ("prefill", use.prefill)):
+            counts |= traffic.kv_loop_counts(self._kv[phase], _kv_use(kv))
+        return counts
+
+    def _of_lane(self, phase: str, name: str, use: traffic.LoraUse) -> Sequence[traffic.Bytes]:
+        bucket = self._lora[phase]
+        if phase == "embed":
+            return outer_traffic.embedding(bucket, name, use)
+        if phase in ("head", "prompt"):
+            return outer_traffic.head(bucket, name, use)
+        return LORA[name].traffic(bucket, use)
+
+    def _lora_use(self, phase: str, name: str, adapters: Sequence[AdapterUse]) -> traffic.LoraUse:
+        key = tuple(id(use.placed) for use in adapters)
+        known = self._facts.get((phase, name))
+        if known is None or known[0] != key:
+            known = key, traffic.lane_facts([use.placed for use in adapters])
+            self._facts[phase, name] = known
+        return traffic.LoraUse([use.tokens for use in adapters], known[1])
+
+    def _lora_bucket(
+        self, phase: str, tokens: int, entries: int, groups: tuple[tuple[str, ...], ...]
+    ) -> traffic.LoraBucket:
+        lane = self._shape.lane(tokens, entries)
+        return traffic.LoraBucket(
+            phase=phase,
+            tokens=tokens,
+            layout=self._shape.layout,
+            groups=groups,
+            max_rank=-(-self._shape.max_rank // self._shape.stripes),
+            entries=entries,
+            a_pages=lane.a_pages,
+            b_pages=lane.b_pages,
+            stripes=lane.stripes,
+            shards=self._shards,
+        )
+
+    def _kv_bucket(self, phase: str, groups: int, queries: int, config: ModelConfig) -> traffic.KvBucket:
+        shape = self._shape.kv(groups, queries)
+        return traffic.KvBucket(
+            phase=phase,
+            groups=groups,
+            queries=queries,
+            heads=config.num_heads,
+            layout=self._shape.layout,
+            table_pages=shape.table_pages,
+            stream_pages=KvPacker.stream_pages(shape),
+            pool_devices=shape.pool_devices,
+            shards=self._shards,
+        )
+
+
+def _kv_use(use: KvUse) -> traffic.KvUse:
+    return traffic.KvUse(use.rounds, use.streamed_pages, use.near_queries)

@@ -1,0 +1,95 @@
+"""Which implementation of a kernel runs on which platform: explicit tables, best first.
+
+The last entry of every row is the XLA version, which is the reference and always applies. The same function serves the
+device and, inside near-data functions, the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from strategies import low_rank, paged_attention
+
+
+class Kernel(NamedTuple):
+    """One implementation.
+
+    Attributes:
+        name: for reports.
+        call: the function; its contract is that of the XLA version.
+        unsupported: None when it can run here, else why not.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    unsupported: Callable[[], str | None]
+
+
+class KernelSet(NamedTuple):
+    """The implementations for the tokens of one phase."""
+
+    shrink: Kernel
+    expand: Kernel
+    delta: Kernel
+    rows: Kernel
+    attention: Kernel
+
+
+class Kernels(NamedTuple):
+    """The implementations of this process: decode rows, of which an adapter has few, and prefill tokens."""
+
+    decode: KernelSet
+    prefill: KernelSet
+
+
+def _always() -> str | None:
+    return None
+
+
+XLA = KernelSet(
+    shrink=Kernel("xla", low_rank.shrink, _always),
+    expand=Kernel("xla", low_rank.expand, _always),
+    delta=Kernel("xla", low_rank.delta, _always),
+    rows=Kernel("xla", low_rank.rows, _always),
+    attention=Kernel("xla", paged_attention.partial_attention, _always),
+)
+
+Table = Mapping[str, tuple[Kernel, ...]]
+"""Implementations by field of KernelSet, best first; the XLA version comes after them."""
+
+DECODE: Mapping[str, Table] = {}
+PREFILL: Mapping[str, Table] = {}
+"""Tables by platform."""
+
+
+def choose_kernels(platform: str | None = None) -> Kernels:
+    """The best implementations that apply on a platform; by default that of the first device."""
+    platform = platform or jax.local_devices()[0].platform
+
+    def best(table: Table) -> KernelSet:
+        rows = {field: (*table.get(field, ()), getattr(XLA, field)) for field in KernelSet._fields}
+        return KernelSet(**{field: next(k for k in row if k.unsupported() is None) for field, row in rows.items()})
+
+    return Kernels(best(DECODE.get(platform, {})), best(PREFILL.get(platform, {})))
+
+
+def describe_kernels(kernels: Kernels, platform: str | None = None) -> str:
+    """One line for people: what was chosen, and why something faster was not."""
+    platform = platform or jax.local_devices()[0].platform
+    parts = []
+    for phase, chosen in kernels._asdict().items():
+        by_name: dict[str, list[str]] = {}
+        for field, kernel in chosen._asdict().items():
+            by_name.setdefault(kernel.name, []).append(field)
+        parts.append(f"{phase}: " + ", ".join(f"{name} ({', '.join(fields)})" for name, fields in by_name.items()))
+    reasons = {
+        f"no {kernel.name}: {reason}"
+        for tables in (DECODE, PREFILL)
+        for row in tables.get(platform, {}).values()
+        for kernel in row
+        if (reason := kernel.unsupported())
+    }
+    return "; ".join(parts) + "".join(f" ({reason})" for reason in sorted(reasons))
