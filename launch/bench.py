@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from launch import flags
-from launch.benchmarks import throughput
+from launch.benchmarks import strategies, throughput
 
 
 class Benchmark(NamedTuple):
@@ -38,6 +38,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         throughput.__doc__,
         throughput.define_flags,
         throughput.main,
+    ),
+    "strategies": Benchmark(
+        "time and link bytes of the LoRA strategies, near-data functions against the memory's rate",
+        strategies.__doc__,
+        strategies.define_flags,
+        strategies.main,
     ),
 }
 

@@ -11,19 +11,22 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from launch.benchmarks.case import ThroughputCase, split_names
 from launch.benchmarks.measurement import Job, RequestRecord
-from launch.benchmarks.synthetic import ALL_LINEAR, needed_adapter_mb, rank_slot_bytes, synthetic_adapter
+from launch.benchmarks.synthetic import ALL_LINEAR, needed_adapter_mb, synthetic_adapter
 from launch.console import StageLog
 from launch.flags import StartError
 from plora_jax.adapters import Adapter, load_adapter
 from plora_jax.checkpoints import load_config
 from plora_jax.config import ModelConfig
-from plora_jax.engine.build import Deployment, EngineConfig, build_engine
+from plora_jax.engine.build import Deployment, EngineConfig, build_engine, page_layout
 from plora_jax.engine.compile import counter
 from plora_jax.engine.engine import Engine
 from plora_jax.engine.errors import GenerationFailedError
 from plora_jax.engine.params import SamplingParams
+from plora_jax.parallel import TensorParallel
 
 
 class EngineTarget:
@@ -134,9 +137,12 @@ class CaseAdapters:
     def fit(self, engine: EngineConfig) -> EngineConfig:
         """The engine's configuration with room for all adapters and requests of the case."""
         case = self._case
+        parallel = TensorParallel(self._model, engine.tensor_parallel_size)
         wide = engine.dtype == "float32" or (engine.dtype == "auto" and self._model.dtype == "float32")
-        slot_bytes = rank_slot_bytes(self._model.projections, self._model.num_layers, itemsize=4 if wide else 2)
-        needed = max(engine.device_adapter_mb, needed_adapter_mb(self._ranks, slot_bytes))
+        # bfloat16 and float16 pages are of one size.
+        dtype = np.dtype(np.float32 if wide else np.float16)
+        layout = page_layout(parallel, page_tokens=engine.page_tokens, dtype=dtype)
+        needed = max(engine.device_adapter_mb, needed_adapter_mb(self._ranks_by_name(), layout))
         return dataclasses.replace(
             engine,
             enable_lora=bool(self._ranks) if case.enable_lora is None else case.enable_lora,
@@ -153,6 +159,16 @@ class CaseAdapters:
         for number, adapter in enumerate(self._each(), start=1):
             engine.add_adapter(adapter)
             log.advance(number, len(self._ranks))
+
+    def _ranks_by_name(self) -> list[dict[str, int]]:
+        """Of each adapter, its rank by projection, the largest of any layer."""
+        if not self._read:
+            return [dict.fromkeys(self._targets, rank) for rank in self._ranks]
+        found: list[dict[str, int]] = [{} for _ in self._read]
+        for ranks, adapter in zip(found, self._read, strict=True):
+            for (_, name), matrices in adapter.modules.items():
+                ranks[name] = max(ranks.get(name, 0), matrices.rank)
+        return found
 
     def _each(self) -> Iterator[Adapter]:
         if self._read:

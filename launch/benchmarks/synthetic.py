@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from memory_pool.layout import PageLayout
 from plora_jax.adapters import Adapter
 from plora_jax.adapters.adapter import LoraMatrices, ModuleId
 from plora_jax.config import ModelConfig
@@ -46,23 +47,15 @@ def adapter_name(index: int) -> str:
     return f"a{index:04d}"
 
 
-def rank_slot_bytes(projections: Mapping[str, tuple[int, int]], num_layers: int, *, itemsize: int) -> int:
-    """Device bytes of one rank component of an adapter: `AdapterStore.slot_bytes` before there is a store.
+def needed_adapter_mb(ranks: Sequence[Mapping[str, int]], layout: PageLayout) -> int:
+    """Device memory that holds A and B of all adapters at once, in MB of 2^20 bytes of each device, rounded up.
 
     Args:
-        projections: (O, I) by projection.
-        num_layers: L.
-        itemsize: bytes of a number.
+        ranks: of each adapter, by projection.
+        layout: of pages; one more of them stays empty.
     """
-    widths = sum(width_out + width_in for width_out, width_in in projections.values())
-    return num_layers * (widths * itemsize + 4 * len(projections))
-
-
-def needed_adapter_mb(ranks: Sequence[int], slot_bytes: int) -> int:
-    """Device memory that holds adapters of these ranks at once, in MB of 2^20 bytes, rounded up.
-
-    Args:
-        ranks: one an adapter.
-        slot_bytes: of one rank component; one more of them stays empty.
-    """
-    return -(-(sum(ranks) + 1) * slot_bytes // 2**20)
+    pages = 1
+    for by_name in ranks:
+        of_stream = [by_name.get(name, 0) for name in layout.names]
+        pages += layout.a_pages(of_stream) + layout.b_pages(of_stream)
+    return -(-pages * layout.page_bytes // 2**20)

@@ -169,17 +169,16 @@ def _subject(case: ThroughputCase, engine: EngineConfig, log: StageLog) -> Itera
 
 
 def _system(deployment: Deployment) -> System:
-    kernels, count = deployment.executor.kernels, len(deployment.engine.adapters())
-    lora = f"adapters loaded: {count}" if deployment.store else "LoRA off"
+    chosen, count = deployment.executor.kernels, len(deployment.engine.adapters())
+    lora = f"adapters loaded: {count}" if deployment.adapters else "LoRA off"
     return System(
         f"{deployment.engine.model_name}, {deployment.dtype}, {lora}",
         options=dataclasses.asdict(deployment.config),
         device_bytes=deployment.device_bytes(),
         kernels={
-            "decode LoRA": kernels.decode.lora.name,
-            "decode attention": kernels.decode.attention.name,
-            "prefill LoRA": kernels.prefill.lora.name,
-            "prefill attention": kernels.prefill.attention.name,
+            f"{phase} {what}": kernel.name
+            for phase, kernels in chosen._asdict().items()
+            for what, kernel in kernels._asdict().items()
         },
     )
 

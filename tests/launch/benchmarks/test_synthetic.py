@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from launch.benchmarks.case import ThroughputCase
-from launch.benchmarks.synthetic import needed_adapter_mb, rank_slot_bytes, synthetic_adapter
-from memory_pool import AdapterStore, Ledger, one_device_mesh
+from launch.benchmarks.synthetic import needed_adapter_mb, synthetic_adapter
+from memory_pool.layout import PageLayout, whole
 from plora_jax.adapters.adapter import ModuleId
 from plora_jax.checkpoints import load_config
 
@@ -45,22 +45,30 @@ def test_synthetic_adapter_is_a_function_of_its_index():
     assert not np.array_equal(one.modules[key].b, one.modules[ModuleId(1, "v_proj")].b)
 
 
-def test_peers_case_needs_587_mb_for_its_adapters_on_the_default_model():
-    # SmolLM2-135M: 30 layers, D 576, F 1536, 9 query heads and 3 KV heads of 64.
-    shapes = {"q": (576, 576), "k": (192, 576), "v": (192, 576), "o": (576, 576)}
-    shapes |= {"gate": (1536, 576), "up": (1536, 576), "down": (576, 1536)}
-    slot_bytes = rank_slot_bytes(shapes, 30, itemsize=2)
+# SmolLM2-135M: 30 layers, D 576, F 1536, 9 query heads and 3 KV heads of 64.
+SMOLLM2 = {"q": (576, 576), "k": (192, 576), "v": (192, 576), "o": (576, 576)}
+SMOLLM2 |= {"gate": (1536, 576), "up": (1536, 576), "down": (576, 1536)}
+
+
+def layout(dtype: str) -> PageLayout:
+    cuts = {name: whole(size) for name, size in SMOLLM2.items()}
+    return PageLayout(num_layers=30, page_tokens=16, kv_heads=3, head_dim=64, projections=cuts, dtype=np.dtype(dtype))
+
+
+def test_peers_case_needs_586_mb_and_the_ends_of_pages_on_the_default_model():
     ranks = ThroughputCase(adapters=32).ranks
     assert (len(ranks), sum(ranks), ranks[:5]) == (32, 960, [8, 16, 32, 64, 8])
-    assert slot_bytes == pytest.approx(610e3, rel=0.01)
-    megabytes = needed_adapter_mb(ranks, slot_bytes)
-    assert megabytes * 2**20 >= 961 * slot_bytes > (megabytes - 1) * 2**20
-    assert megabytes * 2**20 == pytest.approx(587e6, rel=0.005)
+    matrices = sum(ranks) * 30 * sum(map(sum, SMOLLM2.values())) * 2
+    assert matrices == pytest.approx(585e6, rel=0.005)
+    needed = needed_adapter_mb([dict.fromkeys(SMOLLM2, rank) for rank in ranks], layout("float16")) * 2**20
+    # A page is 369 kB; an adapter's A and B each end within one.
+    page = 30 * 2 * 3 * 16 * 64 * 2
+    assert matrices < needed < matrices + (2 * 32 + 1) * page + 2**20
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_rank_slot_bytes_are_those_of_the_store(dtype):
-    config, kind = load_config(LLAMA), np.dtype(dtype)
-    options = {"dtype": kind, "mesh": one_device_mesh(), "device_bytes": 2**20, "ledger": Ledger()}
-    store = AdapterStore(config.projections, config.num_layers, **options)
-    assert store.slot_bytes == rank_slot_bytes(config.projections, config.num_layers, itemsize=kind.itemsize)
+def test_memory_of_adapters_is_that_of_their_pages():
+    shape = layout("float32")
+    one = {"q": 64, "down": 1}
+    pages = -(-(64 * 576 + 1536) // shape.page_width) - (-(64 * 576 + 576) // shape.page_width) + 1
+    assert needed_adapter_mb([one], shape) == -(-pages * shape.page_bytes // 2**20)
+    assert needed_adapter_mb([], shape) == 1
