@@ -11,20 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from strategies.kernel_tables import choose_kernels
-from strategies.paged_attention import NO_WINDOW, HeadMaths
 
 from memory_pool import link
 from memory_pool.layout import PageLayout
 from memory_pool.raw import raw_dtype
 from strategies import apply, traffic
+from strategies.kernel_tables import choose_kernels
 from strategies.lanes import ABSENT, SCRATCH_PAGES, AttentionLane, KvControl, KvLanes, Memory
+from strategies.paged_attention import NO_WINDOW, HeadMaths
 from strategies.setting import AttentionSetting
 from tests.strategies.lora_rig import SHARDED, WHOLE, mesh_of
 from tests.strategies.pages_for_tests import make_layout
 
 LAYERS, PAGE, KV_HEADS, DIM, HEADS, TABLE, GROUPS = 2, 16, 2, 8, 4, 24, 4
 POOL_PAGES = 1 + GROUPS * TABLE
+NOBODYS = 1000.0
+"""Number in pages that belong to nobody: a kernel that reads one is seen."""
 STREAM = -(-GROUPS * TABLE // SCRATCH_PAGES) * SCRATCH_PAGES
 
 
@@ -108,59 +110,71 @@ def make_case(
         shards: of the mesh; each has other numbers in the same pages.
     """
     rng, layout = np.random.default_rng(seed), layout_of(dtype)
-    number = layout.dtype
-    shape = (shards, LAYERS, 1, layout.page_width)
-    arrays = [
-        np.full(np.array(shape) * (1, 1, pages, 1), np.nan, number) for pages in (POOL_PAGES * pool_devices, POOL_PAGES)
-    ]
-    pool, kv = arrays
-    free = [list(rng.permutation(np.arange(1, POOL_PAGES)) + d * POOL_PAGES) for d in range(pool_devices)]
-    free_kv = list(rng.permutation(np.arange(1, POOL_PAGES)))
-    tables, slots = (np.full((GROUPS, TABLE), ABSENT, np.int32) for _ in range(2))
-    near = np.full((pool_devices, GROUPS, TABLE), ABSENT, np.int32)
+    contents = rng.normal(size=(shards, GROUPS, LAYERS, TABLE, 2, KV_HEADS, PAGE, DIM)).astype(layout.dtype)
     positions = np.full((GROUPS, queries), -1, np.int32)
-    contents = rng.normal(size=(shards, GROUPS, LAYERS, TABLE, 2, KV_HEADS, PAGE, DIM)).astype(number)
-    stream: list[int] = []
+    placed = _Placed(rng, contents, pool_devices)
     for n, length in enumerate(lengths):
         first = max(0, length - queries)
         positions[n, : length - first] = np.arange(first, length)
-        last = (length - 1) // PAGE
-        for m in range(last + 1 if length else 0):
-            content = contents[:, n, :, m].reshape(shards, LAYERS, -1)
-            if m == last or rng.random() < on_device:
-                tables[n, m] = free_kv.pop()
-                kv[:, :, tables[n, m]] = content
-                continue
-            device = int(rng.integers(pool_devices))
-            page = int(free[device].pop())
-            pool[:, :, page] = content
-            if strategies[n] == "local":
-                slots[n, m] = len(stream)
-                stream.append(page)
-            else:
-                near[device, n, m] = page
+        placed.sequence(n, -(-length // PAGE), strategies[n], on_device)
     real = positions[positions >= 0]
-    first, end = np.int32(real.min(initial=1 << 20) if real.size else 0), np.int32(real.max(initial=-1) + 1)
-    rounds, near_groups = -(-len(stream) // SCRATCH_PAGES), int((near != ABSENT).any(axis=(0, 2)).sum())
-    padded = np.zeros(STREAM, np.int32)
-    padded[: len(stream)] = stream
-    near_queries = [int((positions[(table != ABSENT).any(axis=1)] >= 0).sum()) for table in near]
-    keys, values = (
-        np.moveaxis(contents.astype(np.float64), 4, 0)
-        .swapaxes(4, 5)
-        .reshape(2, shards, GROUPS, LAYERS, KV_HEADS, TABLE * PAGE, DIM)
-    )
-    flat = [a.reshape(shards * LAYERS, -1, layout.page_width).view(raw_dtype(number)) for a in arrays]
+    first, end = np.int32(real.min() if real.size else 0), np.int32(real.max(initial=-1) + 1)
+    rounds = -(-len(placed.stream) // SCRATCH_PAGES)
+    in_near_DN = (placed.near != ABSENT).any(axis=2)
+    device = AttentionLane(placed.tables, positions, first, end)
+    by_head = np.moveaxis(contents.astype(np.float64), 4, 0).swapaxes(4, 5)
+    keys, values = by_head.reshape(2, shards, GROUPS, LAYERS, KV_HEADS, TABLE * PAGE, DIM)
+    pool, kv = (m.reshape(shards * LAYERS, -1, layout.page_width).view(raw_dtype(m.dtype)) for m in placed.memory)
     return KvCase(
         layout=layout,
-        q=rng.normal(size=(GROUPS, queries, HEADS * shards, DIM)).astype(number),
-        lanes=KvLanes(AttentionLane(tables, positions, first, end), slots, np.int32(rounds), np.int32(near_groups)),
-        control=KvControl(padded, near, positions, first, end),
-        memory=Memory(flat[0], flat[1][:, :1], flat[1]),
+        q=rng.normal(size=(GROUPS, queries, HEADS * shards, DIM)).astype(layout.dtype),
+        lanes=KvLanes(device, placed.slots, np.int32(rounds), np.int32(in_near_DN.any(axis=0).sum())),
+        control=KvControl(placed.padded_stream(), placed.near, positions, first, end),
+        memory=Memory(pool, kv[:, :1], kv),
         keys=keys,
         values=values,
-        use=traffic.KvUse(rounds, len(stream), near_queries),
+        use=traffic.KvUse(rounds, len(placed.stream), [int((positions[groups] >= 0).sum()) for groups in in_near_DN]),
     )
+
+
+class _Placed:
+    """Pages of sequences, at random places in the pool and on the device."""
+
+    def __init__(self, rng: np.random.Generator, contents: np.ndarray, pool_devices: int) -> None:
+        self._rng, self._contents = rng, contents.reshape(*contents.shape[:4], -1)
+        self.tables, self.slots = (np.full((GROUPS, TABLE), ABSENT, np.int32) for _ in range(2))
+        self.near = np.full((pool_devices, GROUPS, TABLE), ABSENT, np.int32)
+        self.stream: list[int] = []
+        shards, _, layers, _, width = self._contents.shape
+        self.memory = [
+            np.full((shards, layers, pages, width), NOBODYS, contents.dtype)
+            for pages in (pool_devices * POOL_PAGES, POOL_PAGES)
+        ]
+        self._free, self._free_in_pool = (
+            [(rng.permutation(np.arange(1, POOL_PAGES)) + d * POOL_PAGES).tolist() for d in range(n)]
+            for n in (1, pool_devices)
+        )
+
+    def sequence(self, n: int, pages: int, strategy: str, on_device: float) -> None:
+        """Places the pages of group n; the last one is on the device."""
+        pool, kv = self.memory
+        for m in range(pages):
+            content = self._contents[:, n, :, m]
+            if m == pages - 1 or self._rng.random() < on_device:
+                self.tables[n, m] = self._free[0].pop()
+                kv[:, :, self.tables[n, m]] = content
+                continue
+            d = int(self._rng.integers(len(self._free_in_pool)))
+            page = self._free_in_pool[d].pop()
+            pool[:, :, page] = content
+            if strategy == "local":
+                self.slots[n, m] = len(self.stream)
+                self.stream.append(page)
+            else:
+                self.near[d, n, m] = page
+
+    def padded_stream(self) -> np.ndarray:
+        return np.array(self.stream + [0] * (STREAM - len(self.stream)), np.int32)
 
 
 def program(
@@ -182,6 +196,12 @@ def program(
     specs = (SHARDED, heads, WHOLE, WHOLE, WHOLE)
     out = PartitionSpec(None, *heads)
     return jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+
+
+@functools.cache
+def traced(dtype: str, shards: int, phase: str) -> Callable[..., jax.Array]:
+    """The program on a mesh of devices that need not exist, which is traced only once."""
+    return jax.jit(program(layout_of(dtype), AbstractMesh((shards,), (link.TENSOR_AXIS,)), phase=phase))
 
 
 def shapes(case: KvCase) -> tuple[Any, ...]:

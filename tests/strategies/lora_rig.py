@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from strategies.kernel_tables import choose_kernels
 
 from memory_pool import link
 from memory_pool.adapter_entry import PlacedAdapter
@@ -23,6 +22,7 @@ from memory_pool.adapter_streams import AdapterFacts, share_of
 from memory_pool.layout import PageLayout
 from memory_pool.raw import raw_dtype
 from strategies import apply, traffic
+from strategies.kernel_tables import choose_kernels
 from strategies.lanes import BASE, LoraLane, Memory
 from strategies.setting import LoraSetting
 from strategies.strategy_table import LORA
@@ -217,6 +217,13 @@ def arguments(case: Case, mesh: Mesh) -> tuple[Any, ...]:
     lanes = {name: jax.device_put(lane.device, device) for name, lane in case.lanes.items()}
     control = {name: jax.device_put(lane.control, pool) for name, lane in case.lanes.items()}
     return memory, jax.device_put(case.x, device), lanes, control
+
+
+@functools.cache
+def traced(dtype: str, shards: int, phase: str, stripes: int) -> Callable[..., dict[str, jax.Array]]:
+    """The program on a mesh of devices that need not exist, which is traced only once."""
+    mesh = AbstractMesh((shards,), (link.TENSOR_AXIS,))
+    return jax.jit(program(layout_of(dtype), mesh, phase=phase, stripes=stripes))
 
 
 def shapes(case: Case, shards: int) -> tuple[Any, ...]:

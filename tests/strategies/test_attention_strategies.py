@@ -66,6 +66,16 @@ def test_attention_strategy_alone_serves_whole_contexts_from_the_pool(strategy):
     check(case, Maths(), "float32")
 
 
+def test_streamed_page_that_several_groups_read_crosses_once():
+    """Groups 0 and 1 are two blocks of one sequence."""
+    case = make_case(4, lengths=[384, 0, 100, 0], strategies=["local"] * GROUPS, on_device=0.4)
+    for table in (case.lanes.device.tables, case.lanes.slots, case.keys.swapaxes(0, 1), case.values.swapaxes(0, 1)):
+        table[1] = table[0]
+    case.lanes.device.positions[1] = 130
+    assert case.use.streamed_pages == len(np.unique(case.lanes.slots)) - 1
+    check(case, Maths(), "float32")
+
+
 @pytest.mark.skipif(len(jax.devices()) < SHARDS, reason=f"needs {SHARDS} devices: run by the test below")
 def test_attention_strategies_on_eight_shards_equal_full_attention():
     both = ["local", "distributed", "local", "distributed"]
@@ -76,6 +86,6 @@ def test_attention_strategies_on_eight_shards_equal_full_attention():
 
 def test_attention_strategies_on_eight_virtual_devices_equal_full_attention():
     env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={SHARDS}"}
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "eight_shards", __file__]
+    command = [sys.executable, "-m", "pytest", "-k", "eight_shards", __file__]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert "1 passed" in done.stdout, done.stdout + done.stderr

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
 
 from memory_pool.auditing import audit
 from memory_pool.ledger import Ledger
@@ -10,7 +9,7 @@ from strategies import traffic
 from strategies.lanes import ABSENT, BASE
 from strategies.strategy_table import ATTENTION, LORA
 from tests.strategies import kv_rig
-from tests.strategies.lora_rig import GROUPS, LAYERS, WIDTHS, make_case, program, shapes
+from tests.strategies.lora_rig import GROUPS, LAYERS, WIDTHS, make_case, shapes, traced
 
 RANKS = np.array([[128, 1, 70], [3, 0, 64], [0, 0, 9]])
 PHASES = {"decode": 8, "prefill": 48}
@@ -48,7 +47,7 @@ def moved(ledger, direction):
 def test_lora_ledger_equals_the_audit(served, phase, stripes, shards):
     case = case_of(served, phase=phase, stripes=stripes)
     bucket = case.bucket(phase, shards)
-    step = program(case.layout, AbstractMesh((shards,), ("tensor",)), phase=phase, stripes=stripes)
+    step = traced("bfloat16", shards, phase, stripes)
     args, counts = shapes(case, shards), traffic.lora_loop_counts(bucket, uses(case))
     counted, ledger = audit(step, *args, loop_counts=counts), ledger_of(bucket, case)
     assert (counted.to_device, counted.to_pool) == (moved(ledger, "to_device"), moved(ledger, "to_pool"))
@@ -108,7 +107,7 @@ def test_attention_ledger_equals_the_audit(served, phase, queries, pool_devices,
     bucket, ledger = case.bucket(phase), Ledger()
     for strategy in ATTENTION.values():
         ledger.add_all(strategy.traffic(bucket, case.use))
-    step = kv_rig.program(case.layout, AbstractMesh((shards,), ("tensor",)), phase=phase)
+    step = kv_rig.traced("bfloat16", shards, phase)
     args, counts = kv_rig.shapes(case), traffic.kv_loop_counts(bucket, case.use)
     counted = audit(step, *args, loop_counts=counts)
     assert (counted.to_device, counted.to_pool) == (moved(ledger, "to_device"), moved(ledger, "to_pool"))
