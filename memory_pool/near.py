@@ -22,7 +22,9 @@ def near_data(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         function: pure, on pool arrays only. Inside it `jnp.zeros`, `jnp.full`, `jnp.arange` and other constants on the
-            device are refused when it is traced; Python scalars and arithmetic on operands are fine.
+            device are refused when it is traced; Python scalars and arithmetic on operands are fine. Arithmetic between
+            scalars gives one that counts as on the device: it may be combined with arrays, but what is broadcast from
+            it, or indexed with it beside arrays of the pool, is refused. Nothing may move inside it (the audit checks).
 
     Returns:
         A function with the same arguments whose results are pool arrays. Gradients through it are not defined.
