@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -154,29 +154,37 @@ def _split(first: _First, work: _Work) -> jax.Array:
 
 
 def _fetch_embedding(work: _Work) -> jax.Array:
-    m_STR, (name,) = _first_at_the_data(_look_up, work), work.setting.group
+    m_STR, pool = _first_at_the_data(_look_up, work), work.memory.pool
 
     def stripe(s: int) -> jax.Array:
-        expand = functools.partial(low_rank.expand, gather=over_the_link(work.control, s, work.setting))
-        with jax.named_scope(chunk_scope(work.scope, name, s)):
-            lane = stripe_of(work.lane, s)
-            return expand_spread(m_STR[s], work.memory.pool, lane, setting=work.setting, expand=expand)
+        expand = _streamed(low_rank.expand, work, s)
+        return expand_spread(m_STR[s], pool, stripe_of(work.lane, s), setting=work.setting, expand=expand)
 
     return _total([stripe(s) for s in work.stripes])
 
 
 def _fetch_head(work: _Work) -> jax.Array:
-    setting, pool, (name,) = work.setting, work.memory.pool, work.setting.group
+    setting, pool = work.setting, work.memory.pool
 
     def stripe(s: int) -> jax.Array:
-        lane, gather = stripe_of(work.lane, s), over_the_link(work.control, s, setting)
-        shrink = functools.partial(low_rank.shrink, gather=gather)
-        expand = functools.partial(low_rank.expand, gather=gather)
-        with jax.named_scope(chunk_scope(work.scope, name, s)):
-            m_TR = shrink_spread(work.inputs, pool, lane, setting=setting, shrink=shrink)
-            return expand_spread(m_TR, pool, lane, setting=setting, expand=expand)
+        lane = stripe_of(work.lane, s)
+        m_TR = shrink_spread(work.inputs, pool, lane, setting=setting, shrink=_streamed(low_rank.shrink, work, s))
+        return expand_spread(m_TR, pool, lane, setting=setting, expand=_streamed(low_rank.expand, work, s))
 
     return _total([stripe(s) for s in work.stripes])
+
+
+def _streamed(kernel: Callable[..., Any], work: _Work, stripe: int) -> Callable[..., Any]:
+    """A kernel whose rows come over the link."""
+    (name,) = work.setting.group
+    gather = over_the_link(work.control, stripe, work.setting)
+
+    def call(*args: Any, **options: Any) -> Any:
+        # Here, not around the loop over layers: what is traced inside a loop does not know the names around it.
+        with jax.named_scope(chunk_scope(work.scope, name, stripe)):
+            return kernel(*args, gather=gather, **options)
+
+    return call
 
 
 def _first_at_the_data(first: _First, work: _Work) -> jax.Array:
