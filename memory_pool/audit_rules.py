@@ -24,7 +24,6 @@ STRUCTURAL = frozenset(
 """Primitives that only pass their operands to the programs inside them."""
 
 _NEAR_TYPE = "device_host"
-_POOL_KIND = "pinned_host"
 
 
 class AuditError(ValueError):
@@ -62,9 +61,9 @@ def check_shardings(shardings: Iterable[Any], at: str) -> None:
         AuditError: a SingleDeviceSharding of the pool.
     """
     for sharding in shardings:
-        if isinstance(sharding, jax.sharding.SingleDeviceSharding) and sharding.memory_kind == _POOL_KIND:
+        if isinstance(sharding, jax.sharding.SingleDeviceSharding) and sharding.memory_kind == link.POOL_KIND:
             raise AuditError(
-                f"{at} has SingleDeviceSharding(memory_kind='pinned_host'): arrays returned with it lose their host "
+                f"{at} has SingleDeviceSharding(memory_kind={link.POOL_KIND!r}): arrays returned with it lose their host "
                 "type and mix with device arrays unnoticed; use pool_sharding(mesh), which is a NamedSharding"
             )
 
@@ -168,7 +167,7 @@ def _check_memory_of(eqn: Any, values: Any, shardings: Any) -> None:
     check_shardings(shardings, f"`{eqn.primitive.name}` at {where(eqn)}")
     for value, sharding in zip(values, shardings, strict=False):
         kind = getattr(sharding, "memory_kind", None)
-        if kind is not None and (kind == _POOL_KIND) != in_pool(value):
+        if kind is not None and (kind == link.POOL_KIND) != in_pool(value):
             raise AuditError(
                 f"`{eqn.primitive.name}` at {where(eqn)} puts {value.aval} in memory {kind!r}, an uncounted transfer: "
                 "use link.to_pool or link.to_device"

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from memory_pool import audit_rules as rules
+from memory_pool import link
 from memory_pool.audit_rules import AuditError
 
 __all__ = ["NO_TRAFFIC", "AuditError", "LinkTraffic", "audit"]
@@ -148,7 +149,7 @@ def _shards(eqn: Any) -> int:
 def _argument(leaf: Any) -> LinkTraffic:
     """An argument in the pool: each device that holds a part of it has received that part."""
     sharding = getattr(leaf, "sharding", None)
-    if sharding is None or sharding.memory_kind != "pinned_host":
+    if sharding is None or sharding.memory_kind != link.POOL_KIND:
         return NO_TRAFFIC
     devices = sharding.num_devices
     size = math.prod(sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
