@@ -63,8 +63,8 @@ def check_shardings(shardings: Iterable[Any], at: str) -> None:
     for sharding in shardings:
         if isinstance(sharding, jax.sharding.SingleDeviceSharding) and sharding.memory_kind == link.POOL_KIND:
             raise AuditError(
-                f"{at} has SingleDeviceSharding(memory_kind={link.POOL_KIND!r}): arrays returned with it lose their host "
-                "type and mix with device arrays unnoticed; use pool_sharding(mesh), which is a NamedSharding"
+                f"{at} has SingleDeviceSharding(memory_kind={link.POOL_KIND!r}): arrays returned with it lose their "
+                "host type and mix with device arrays unnoticed; use pool_sharding(mesh), which is a NamedSharding"
             )
 
 
