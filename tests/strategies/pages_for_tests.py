@@ -107,7 +107,12 @@ class PackedAdapters:
 
 
 def pack_adapters(
-    rng: np.random.Generator, layout: PageLayout, *, ranks: Sequence[Sequence[int]], room: int | None = None
+    rng: np.random.Generator,
+    layout: PageLayout,
+    *,
+    ranks: Sequence[Sequence[int]],
+    room: int | None = None,
+    max_rank: int | None = None,
 ) -> PackedAdapters:
     """Random adapters of the given ranks in scattered pages.
 
@@ -116,9 +121,12 @@ def pack_adapters(
         layout: of the pages.
         ranks: [E, J], 0 where an adapter leaves a projection alone.
         room: entries of the tables; by default E, at least 1. More than E are empty.
+        max_rank: sizes of tables and pages are those of `room` adapters of this rank, so that one compiled program
+            serves all cases; by default they are those of the ranks given.
     """
     table = np.zeros((room or max(1, len(ranks)), len(layout.names)), np.int32)
-    table[: len(ranks)] = np.reshape(ranks, (len(ranks), -1))
+    for entry, of_adapter in zip(table, ranks, strict=False):
+        entry[:] = of_adapter
     scale = rng.uniform(0.5, 2, (len(table), layout.num_layers, len(layout.names))).astype(np.float32)
     a, b = (
         [
@@ -132,11 +140,13 @@ def pack_adapters(
     )
     counts_a = [layout.a_pages(of_adapter) for of_adapter in table]
     counts_b = [layout.b_pages(of_adapter) for of_adapter in table]
-    num_pages = 4 + sum(counts_a) + sum(counts_b)
+    most = [max_rank or int(table.max(initial=0))] * len(layout.names)
+    most_a, most_b = max(1, layout.a_pages(most)), max(1, layout.b_pages(most))
+    num_pages = 4 + (len(table) * (most_a + most_b) if max_rank else sum(counts_a) + sum(counts_b))
     free = list(rng.permutation(np.arange(1, num_pages)))
     pages = np.full((layout.num_layers, num_pages, layout.page_width), np.nan, layout.dtype)
-    a_pages = _pack(pages, layout, a, counts_a, free)
-    b_pages = _pack(pages, layout, b, counts_b, free)
+    a_pages = _pack(pages, layout, a, counts_a, free, most_a)
+    b_pages = _pack(pages, layout, b, counts_b, free, most_b)
     wide = [[{name: m.astype(np.float64) for name, m in one.items()} for one in side] for side in (a, b)]
     return PackedAdapters(
         layout=layout,
@@ -150,8 +160,10 @@ def pack_adapters(
     )
 
 
-def _pack(pages: np.ndarray, layout: PageLayout, side: Matrices, counts: list[int], free: list[int]) -> np.ndarray:
-    tables = np.zeros((len(counts), max(1, *counts)), np.int32)
+def _pack(
+    pages: np.ndarray, layout: PageLayout, side: Matrices, counts: list[int], free: list[int], most: int
+) -> np.ndarray:
+    tables = np.zeros((len(counts), most), np.int32)
     for e, matrices in enumerate(side):
         stream = np.concatenate([m.reshape(layout.num_layers, -1) for m in matrices.values()], axis=1)
         for i in range(counts[e]):

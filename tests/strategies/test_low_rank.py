@@ -1,5 +1,7 @@
 """Shrink, expand, delta and rows in XLA against plain numpy, over random ranks, dtypes, owners and page sizes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memory_pool import link
 from memory_pool.near import near_data
 from strategies import low_rank
 from strategies.lanes import BASE
@@ -21,26 +24,38 @@ def close(got, want, dtype):
     np.testing.assert_allclose(got, want, atol=TOLERANCE[dtype] * max(1.0, np.abs(want).max(initial=0)))
 
 
-@settings(max_examples=20, deadline=None)
+@functools.partial(jax.jit, static_argnames=("layout", "group", "max_rank"))
+def shrink_expand_delta(x, pages, layer, lane, *, layout, group, max_rank):
+    m = low_rank.shrink(x, pages, layer, lane, layout=layout, group=group, max_rank=max_rank)
+    expanded = low_rank.expand(m, pages, layer, lane, layout=layout, group=group)
+    return m, expanded, low_rank.delta(x, pages, layer, lane, layout=layout, group=group, max_rank=max_rank)
+
+
+shrink = jax.jit(low_rank.shrink, static_argnames=("layout", "group", "max_rank", "out_dtype"))
+expand = jax.jit(low_rank.expand, static_argnames=("layout", "group"))
+delta = jax.jit(low_rank.delta, static_argnames=("layout", "group", "max_rank"))
+rows = jax.jit(low_rank.rows, static_argnames=("layout", "name", "side"))
+LAYOUTS = {
+    (dtype, page_tokens): make_layout(widths=WIDTHS, page_tokens=page_tokens, dtype=dtype)
+    for dtype, page_tokens in (("float32", 2), ("bfloat16", 16))
+}
+
+
+@pytest.mark.parametrize("key", LAYOUTS, ids=str)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     ranks=st.lists(st.lists(st.sampled_from([0, 1, 5, 64, 128]), min_size=3, max_size=3), max_size=4),
-    tokens=st.sampled_from([1, 9]),
-    page_tokens=st.sampled_from([2, 16]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_low_rank_any_mix_equals_numpy(seed, ranks, tokens, page_tokens, dtype):
-    rng = np.random.default_rng(seed)
-    layout = make_layout(widths=WIDTHS, page_tokens=page_tokens, dtype=dtype)
-    packed = pack_adapters(rng, layout, ranks=ranks, room=5)
-    owner = rng.integers(BASE, len(ranks), size=tokens).astype(np.int32)
-    lane = packed.lane(owner)
+def test_low_rank_any_mix_equals_numpy(key, seed, ranks):
+    rng, layout, dtype = np.random.default_rng(seed), LAYOUTS[key], key[0]
+    packed = pack_adapters(rng, layout, ranks=ranks, room=5, max_rank=128)
+    owner = rng.integers(BASE, len(ranks), size=9).astype(np.int32)
     for group in (("q", "k"), ("down",)):
-        x = rng.normal(size=(tokens, layout.in_width(group[0]))).astype(layout.dtype)
-        args = (jnp.asarray(packed.pages), jnp.int32(1), lane)
-        m = low_rank.shrink(x, *args, layout=layout, group=group, max_rank=128)
-        expanded = low_rank.expand(m, *args, layout=layout, group=group)
-        fused = low_rank.delta(x, *args, layout=layout, group=group, max_rank=128)
+        x = rng.normal(size=(9, layout.in_width(group[0]))).astype(layout.dtype)
+        m, expanded, fused = shrink_expand_delta(
+            x, packed.pages, np.int32(1), packed.lane(owner), layout=layout, group=group, max_rank=128
+        )
         assert m.dtype == layout.dtype
         for at, name in enumerate(group):
             close(m[at], packed.shrink(x, 1, owner, name, max_rank=128), dtype)
@@ -56,9 +71,7 @@ def test_shrink_for_float32_results_is_not_rounded():
     packed = pack_adapters(rng, layout, ranks=[[7, 3, 0]])
     x = rng.normal(size=(3, 16)).astype(layout.dtype)
     lane = packed.lane([0, BASE, 0])
-    m = low_rank.shrink(
-        x, packed.pages, jnp.int32(0), lane, layout=layout, group=("q",), max_rank=8, out_dtype=jnp.float32
-    )
+    m = shrink(x, packed.pages, jnp.int32(0), lane, layout=layout, group=("q",), max_rank=8, out_dtype=jnp.float32)
     np.testing.assert_allclose(m[0], packed.shrink(x, 0, lane.owner, "q", max_rank=8), atol=1e-5)
 
 
@@ -73,7 +86,7 @@ def test_rows_lays_components_of_all_adapters_end_to_end():
             assert low_rank.num_chunks(lane, layout.index(name)) == -(-len(want) // low_rank.CHUNK_ROWS)
             got = np.concatenate(
                 [
-                    low_rank.rows(packed.pages, 1, lane, jnp.int32(i), layout=layout, name=name, side=side)
+                    rows(packed.pages, 1, lane, jnp.int32(i), layout=layout, name=name, side=side)
                     for i in range(-(-len(want) // low_rank.CHUNK_ROWS))
                 ]
             )
@@ -88,7 +101,7 @@ def test_low_rank_of_rows_spread_over_layers_takes_each_layers_part():
     m = rng.normal(size=(1, 3, 70)).astype(np.float32)
     lane = packed.lane([1, BASE, 0])
     for layer in (0, 1):
-        (y,) = low_rank.expand(m, packed.pages, jnp.int32(layer), lane, layout=layout, group=("head",))
+        (y,) = expand(m, packed.pages, jnp.int32(layer), lane, layout=layout, group=("head",))
         close(y, packed.expand(m[0], layer, lane.owner, "head"), "float32")
 
 
@@ -103,10 +116,10 @@ def test_low_rank_adapter_that_is_not_finite_reaches_only_its_own_tokens(bad):
     x = rng.normal(size=(3, 16)).astype(np.float32)
     lane = packed.lane([0, 1, BASE])
     keys = {"layout": layout, "group": ("q",)}
-    m = low_rank.shrink(x, packed.pages, jnp.int32(0), lane, max_rank=8, **keys)
+    m = shrink(x, packed.pages, jnp.int32(0), lane, max_rank=8, **keys)
     for (y,) in (
-        low_rank.delta(x, packed.pages, jnp.int32(0), lane, max_rank=8, **keys),
-        low_rank.expand(m, packed.pages, jnp.int32(0), lane, **keys),
+        delta(x, packed.pages, jnp.int32(0), lane, max_rank=8, **keys),
+        expand(m, packed.pages, jnp.int32(0), lane, **keys),
     ):
         assert not np.isfinite(y[0]).all(), "an adapter that is not finite must not look as if it were"
         close(y[1:], packed.delta(x, 0, lane.owner, "q")[1:], "float32")
@@ -120,13 +133,7 @@ def test_low_rank_near_the_data_equals_the_device():
     x = rng.normal(size=(4, 16)).astype(layout.dtype)
     keys = {"layout": layout, "group": ("q", "k"), "max_rank": 128}
 
-    def both(x, pages, layer, lane):
-        m = low_rank.shrink(x, pages, layer, lane, **keys)
-        return m, low_rank.expand(m, pages, layer, lane, layout=layout, group=("q", "k")), low_rank.delta(
-            x, pages, layer, lane, **keys
-        )
-
-    from memory_pool import link
+    both = functools.partial(shrink_expand_delta, **keys)
 
     def near(x, pages, layer, lane):
         sent = jax.tree.map(link.to_pool, (x, pages, layer, lane))
