@@ -110,9 +110,10 @@ def test_real_adapters_serve_in_turn_and_too_little_memory_is_refused():
     assert "2 at a time" in got["case"]
     assert got["case"].startswith("peers-1 with changes: 4 requests")
     assert "adapters all_linear, plain_qv in turn" in got["case"]
-    big = dataclasses.replace(CASE, adapters=1, adapter_ranks="200", device_adapter_mb=1)
-    with pytest.raises(StartError, match="rank 200 does not fit the device budget"):
-        run_throughput(big, ENGINE, command="", log=quiet())
+    big = dataclasses.replace(CASE, adapters=1, adapter_ranks="200")
+    small = dataclasses.replace(ENGINE, pool_memory_gb=0.001)
+    with pytest.raises(StartError, match=r"an adapter of .* does not fit: .* raise --pool_memory_gb"):
+        run_throughput(big, small, command="", log=quiet())
 
 
 @pytest.mark.parametrize(
