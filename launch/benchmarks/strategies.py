@@ -1,7 +1,7 @@
 """Times the LoRA strategies and the near-data functions on a grid of adapters, and counts their link bytes.
 
   python -m launch.bench strategies
-      the default grid on the shapes of the default model: about five minutes on two cores
+      the default grid on the shapes of the default model: a few minutes on two cores
 
   python -m launch.bench strategies --ranks=16,64 --tokens_per_adapter=1 --adapters=32 --contexts=512,4096 --runs=9
       a grid of your own
