@@ -142,10 +142,15 @@ def partial_attention(
         behind_NSC = positions_NS[:, :, None] - (offset_C + i * CHUNK_TOKENS)
         visible_NSC = (behind_NSC >= 0) & (behind_NSC < maths.window)
         visible_NSC &= jnp.repeat(here_NM, page_tokens, axis=1)[:, None, :]
+        # A page may still hold what another sequence left there, and 0 * NaN is not 0.
+        v = _zero_unseen(v, jnp.any(visible_NSC, axis=1), lane)
         visible = jnp.broadcast_to(visible_NSC[:, None], scores.shape)
         masked, nothing = (fill(lane.tables, scores.shape, jnp.float32, value) for value in (_MASKED, 0.0))
         top = jnp.maximum(seen.max, jnp.max(lax.select(visible, scores, masked), axis=-1))
         p = lax.select(visible, jnp.exp(scores - top[..., None]), nothing)
+        # 0 * NaN is NaN: what no query sees (absent pages, tokens to come) must not be multiplied at all.
+        seen_NC = jnp.any(visible_NSC, axis=1)
+        v = lax.select(jnp.broadcast_to(seen_NC[:, None, :, None], v.shape), v, fill(lane.tables, v.shape, v.dtype))
         out = jnp.einsum("NKSC,NKCH->NKSH", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
         decay = jnp.exp(seen.max - top)
         return Partial(seen.out * decay[..., None] + out, top, seen.sum * decay + p.sum(axis=-1))
@@ -159,3 +164,8 @@ def partial_attention(
     first_chunk = jnp.maximum(lane.first - maths.window + 1, 0) // CHUNK_TOKENS
     last_chunk = (lane.end + CHUNK_TOKENS - 1) // CHUNK_TOKENS
     return lax.fori_loop(first_chunk, last_chunk, step, nothing)
+
+
+def _zero_unseen(v_NKCH: jax.Array, seen_NC: jax.Array, lane: AttentionLane) -> jax.Array:
+    seen = jnp.broadcast_to(seen_NC[:, None, :, None], v_NKCH.shape)
+    return lax.select(seen, v_NKCH, fill(lane.tables, v_NKCH.shape, v_NKCH.dtype))
