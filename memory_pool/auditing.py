@@ -64,13 +64,30 @@ def audit(
     Raises:
         AuditError: pool arrays are touched outside near-data functions and the link.
     """
-    for leaf in jax.tree.leaves(args):
-        rules.check_shardings((getattr(leaf, "sharding", None),), f"an argument of shape {np.shape(leaf)}")
-    closed = jax.make_jaxpr(function)(*args)
-    traffic = _Walk(dict(loop_counts or {})).program(closed, shards=1)
-    for leaf in jax.tree.leaves([args[i] for i in control_args]):
-        traffic = traffic.plus(_argument(leaf))
-    return traffic
+    return AuditedProgram(function, *args, control_args=control_args).count(loop_counts)
+
+
+class AuditedProgram:
+    """A program that is traced once and counted for any number of loop counts; see `audit`.
+
+    Args:
+        function: to be traced; jitted or not.
+        args: arrays or shapes with shardings that carry the memory kind.
+        control_args: positions of arguments that each call brings from the host program.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, control_args: Collection[int] = ()) -> None:
+        for leaf in jax.tree.leaves(args):
+            rules.check_shardings((getattr(leaf, "sharding", None),), f"an argument of shape {np.shape(leaf)}")
+        self._closed = jax.make_jaxpr(function)(*args)
+        self._arguments = [_argument(leaf) for leaf in jax.tree.leaves([args[i] for i in control_args])]
+
+    def count(self, loop_counts: Mapping[str, int] | None = None) -> LinkTraffic:
+        """Checks the program and counts the bytes of one call."""
+        traffic = _Walk(dict(loop_counts or {})).program(self._closed, shards=1)
+        for argument in self._arguments:
+            traffic = traffic.plus(argument)
+        return traffic
 
 
 class _Walk:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -256,7 +256,7 @@ def build_engine(
         kv=kv,
         tokenizer=load_tokenizer(loaded.source),
         adapters=adapters,
-        load_adapter=_adapter_reader(loaded.config, dtype=dtype, max_lora_rank=config.max_lora_rank),
+        load_adapter=_adapter_reader(loaded.config, params, dtype=dtype, max_lora_rank=config.max_lora_rank),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=loaded.config.eos_token_ids,
         model_name=model_name or default_model_name(loaded),
@@ -407,9 +407,16 @@ def _attention_of(strategy: str) -> Callable[[Sequence], str]:
     return lambda sequence: chosen
 
 
-def _adapter_reader(model: ModelConfig, *, dtype: np.dtype, max_lora_rank: int) -> Callable[[str, str], Adapter]:
+def _adapter_reader(
+    model: ModelConfig, params: Mapping[str, Any], *, dtype: np.dtype, max_lora_rank: int
+) -> Callable[[str, str], Adapter]:
+    # Not the whole tree: the layers' weights are kept in another form and would be held twice.
+    outer = {name: params[name] for name in ("embedding", "head") if name in params}
+
     def read(name: str, path: str) -> Adapter:
-        return load_adapter(path, name=name, config=model, max_lora_rank=max_lora_rank, dtype=dtype)
+        return load_adapter(
+            path, name=name, config=model, max_lora_rank=max_lora_rank, dtype=dtype, base_weights=lambda: outer
+        )
 
     return read
 

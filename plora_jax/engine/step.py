@@ -23,6 +23,7 @@ from plora_jax.engine.batch import LORA_PHASES, PREFILL_BLOCK, StepTokens
 from plora_jax.engine.packing import PackedArrays
 from plora_jax.engine.params import MAX_LOGPROBS
 from plora_jax.engine.sampling import SampledRows, SamplingBatch, sample, token_logprobs
+from plora_jax.engine.traffic import PROMPT_SCOPE
 from plora_jax.model import Decoder, LayerConstants, Params
 from plora_jax.parallel import EMBEDDING, HEAD
 from strategies import apply, outer
@@ -285,7 +286,7 @@ def _prompt_logprobs(
         scored = lax.map(block, (hidden, targets, _owner_blocks(inputs, blocks)))
         return jax.tree.map(lambda x: x.reshape(slots, *x.shape[2:]), scored)
 
-    with jax.named_scope("prompt_logprobs"):
+    with jax.named_scope(PROMPT_SCOPE):
         return lax.cond(inputs.tokens.any_prompt_logprobs, score, lambda _: nothing, None)
 
 

@@ -18,6 +18,10 @@ LAYER_GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_p
 """Projections of a decoder layer by the input that they share."""
 
 
+PROMPT_SCOPE = "prompt_logprobs"
+"""Name under which the scores of prompts are in the trace."""
+
+
 class StepTraffic:
     """The link bytes of one bucket's steps.
 
@@ -62,7 +66,7 @@ class StepTraffic:
 
     def loop_counts(self, use: StepUse) -> dict[str, int]:
         """How often what is data in the program runs, for `memory_pool.audit`."""
-        counts: dict[str, int] = {}
+        counts = {PROMPT_SCOPE: int(bool(use.lora["prompt"]))}
         for phase, by_strategy in use.lora.items():
             uses = {name: self._lora_use(phase, name, adapters) for name, adapters in by_strategy.items()}
             if phase in ("decode", "prefill"):
@@ -77,8 +81,10 @@ class StepTraffic:
         bucket = self._lora[phase]
         if phase == "embed":
             return outer_traffic.embedding(bucket, name, use)
-        if phase in ("head", "prompt"):
+        if phase == "head":
             return outer_traffic.head(bucket, name, use)
+        if phase == "prompt":
+            return outer_traffic.head(bucket, name, use, calls=self._prompt_blocks)
         return LORA[name].traffic(bucket, use)
 
     def _lora_use(self, phase: str, name: str, adapters: Sequence[AdapterUse]) -> traffic.LoraUse:

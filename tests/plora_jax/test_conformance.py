@@ -53,7 +53,7 @@ def test_model_and_adapters_mixed_in_one_batch_match_the_goldens(deployment, chu
     for name in names[1:]:
         engine.unload_adapter(name)
     engine.step()
-    assert built.store.pool_bytes == 0
+    assert built.adapters.pool_bytes == 0
 
 
 def test_every_pack_adapter_is_either_served_or_refused_by_name():
@@ -94,7 +94,7 @@ def test_pages_and_slots_under_pressure_change_no_token():
     for (name, i), output in zip(cases, outputs, strict=True):
         assert list(output[0].token_ids) == golden(name, "llama")[f"greedy_{i}"].tolist(), (name, i)
     assert engine.stats().preemptions > 0
-    built.store.check_integrity()
+    built.adapters.check_integrity()
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)
@@ -103,7 +103,7 @@ def test_feature_not_served_is_refused_by_name_and_leaves_nothing(name):
     with pytest.raises(AdapterError, match=NOT_SERVED[name]):
         built.engine.load_adapter(name, str(PACK / "adapters" / name))
     assert built.engine.adapters() == []
-    assert built.store.pool_bytes == 0
+    assert built.adapters.pool_bytes == 0
 
 
 _deployed = {}
