@@ -1,29 +1,50 @@
-"""LoRA and attention strategies as functions over device state, and the tables that name them."""
+"""LoRA and attention strategies as functions over pages, the kernels they use, and the tables that name both."""
 
-from strategies.attention import CHUNK_TOKENS, NO_WINDOW, AttentionLane, HeadMaths, KvPages, KvWrite, write_kv
-from strategies.kernels import Kernel, Kernels, KernelSet, choose_kernels, describe_kernels
-from strategies.lora import BASE, CHUNK_ROWS, NOBODY, LoraLane
-from strategies.registry import ATTENTION, LORA, AttentionStrategy, LoraStrategy
+from strategies.kernel_tables import Kernel, Kernels, KernelSet, choose_kernels, describe_kernels
+from strategies.lanes import (
+    ABSENT,
+    BASE,
+    SCRATCH_PAGES,
+    AttentionLane,
+    KvControl,
+    KvLanes,
+    LoraLane,
+    Memory,
+    Stripe,
+    stripe_of,
+)
+from strategies.low_rank import CHUNK_ROWS
+from strategies.paged_attention import CHUNK_TOKENS, NO_WINDOW, HeadMaths, KvWrite, Partial, finish, merge, write_kv
+from strategies.setting import AttentionSetting, LoraSetting
+from strategies.strategy_table import ATTENTION, LORA
 
 __all__ = [
+    "ABSENT",
     "ATTENTION",
     "BASE",
     "CHUNK_ROWS",
     "CHUNK_TOKENS",
     "LORA",
-    "NOBODY",
     "NO_WINDOW",
+    "SCRATCH_PAGES",
     "AttentionLane",
-    "AttentionStrategy",
+    "AttentionSetting",
     "HeadMaths",
     "Kernel",
     "KernelSet",
     "Kernels",
-    "KvPages",
+    "KvControl",
+    "KvLanes",
     "KvWrite",
     "LoraLane",
-    "LoraStrategy",
+    "LoraSetting",
+    "Memory",
+    "Partial",
+    "Stripe",
     "choose_kernels",
     "describe_kernels",
+    "finish",
+    "merge",
+    "stripe_of",
     "write_kv",
 ]

@@ -6,12 +6,13 @@ device and, inside near-data functions, the pool.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
-from strategies import low_rank, paged_attention
+from strategies import low_rank, native, paged_attention
 
 
 class Kernel(NamedTuple):
@@ -60,8 +61,35 @@ XLA = KernelSet(
 Table = Mapping[str, tuple[Kernel, ...]]
 """Implementations by field of KernelSet, best first; the XLA version comes after them."""
 
-DECODE: Mapping[str, Table] = {}
-PREFILL: Mapping[str, Table] = {}
+
+def _native(call: Callable[..., Any]) -> tuple[Kernel, ...]:
+    return (Kernel("native", call, native.unavailable),)
+
+
+def _native_rows(call: Callable[..., Any]) -> tuple[Kernel, ...]:
+    return (Kernel("xla+native rows", functools.partial(call, gather=native.rows), native.unavailable),)
+
+
+# The native kernels read memory at its speed but multiply without the matrix unit, which XLA uses: they win with one
+# token an adapter, and where a chunk of a prompt takes the matrix unit they only gather for it.
+DECODE: Mapping[str, Table] = {
+    "cpu": {
+        "shrink": _native(native.shrink),
+        "expand": _native(native.expand),
+        "delta": _native(native.delta),
+        "rows": _native(native.rows),
+        "attention": _native(native.partial_attention),
+    }
+}
+PREFILL: Mapping[str, Table] = {
+    "cpu": {
+        "shrink": _native_rows(low_rank.shrink),
+        "expand": _native_rows(low_rank.expand),
+        "delta": _native_rows(low_rank.delta),
+        "rows": _native(native.rows),
+        "attention": _native(native.partial_attention),
+    }
+}
 """Tables by platform."""
 
 

@@ -144,6 +144,9 @@ def partial_attention(
         visible_NSC &= jnp.repeat(here_NM, page_tokens, axis=1)[:, None, :]
         # A page may still hold what another sequence left there, and 0 * NaN is not 0.
         v = _zero_unseen(v, jnp.any(visible_NSC, axis=1), lane)
+        # What no query sees may hold anything, and 0 * inf is NaN.
+        wanted_NC = jnp.broadcast_to(jnp.any(visible_NSC, axis=1)[:, None, :, None], v.shape)
+        v = lax.select(wanted_NC, v, fill(lane.tables, v.shape, v.dtype))
         visible = jnp.broadcast_to(visible_NSC[:, None], scores.shape)
         masked, nothing = (fill(lane.tables, scores.shape, jnp.float32, value) for value in (_MASKED, 0.0))
         top = jnp.maximum(seen.max, jnp.max(lax.select(visible, scores, masked), axis=-1))

@@ -23,7 +23,7 @@ from plora_jax.config import ModelConfig
 from plora_jax.model.layers import Context, DecoderLayer, LayerConstants, matmul, rms_norm
 from plora_jax.model.rope import inverse_frequencies
 from plora_jax.parallel import TensorParallel
-from strategies import NO_WINDOW
+from strategies.paged_attention import NO_WINDOW
 
 Params = Mapping[str, Any]
 

@@ -19,8 +19,9 @@ from pathlib import Path
 import jax
 
 _SOURCE = Path(__file__).with_name("kernels.cc")
+_HEADERS = tuple(sorted(_SOURCE.parent.glob("*.h")))
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
-_TARGETS = ("plora_lora_delta", "plora_decode_attention")
+_TARGETS = ("plora_shrink", "plora_expand", "plora_delta", "plora_rows", "plora_partial_attention")
 _BUILD_LIMIT_S = 300
 
 
@@ -36,9 +37,9 @@ def unavailable() -> str | None:
         library = ctypes.CDLL(str(_library(compiler)))
     except subprocess.CalledProcessError as error:
         said = (error.stderr or "").strip().splitlines() or ["it said nothing"]
-        return f"{compiler} could not build {_SOURCE.name} (exit status {error.returncode}): {said[0]}"
+        return f"{compiler} could not build the native kernels (exit status {error.returncode}): {said[0]}"
     except (OSError, subprocess.SubprocessError) as error:
-        return f"{_SOURCE.name} could not be built: {error}"
+        return f"the native kernels could not be built: {error}"
     for target in _TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     return None
@@ -46,7 +47,8 @@ def unavailable() -> str | None:
 
 def _library(compiler: str) -> Path:
     """Path of the shared library, built when it is not there yet."""
-    made_from = (_SOURCE.read_bytes(), compiler, _FLAGS, jax.__version__, platform.machine(), _cpu_flags())
+    files = [path.read_bytes() for path in (_SOURCE, *_HEADERS)]
+    made_from = (files, compiler, _FLAGS, jax.__version__, platform.machine(), _cpu_flags())
     digest = hashlib.sha256(repr(made_from).encode()).hexdigest()[:20]
     directory = Path(os.environ.get("PLORA_NATIVE_DIR", "~/.cache/plora_jax/native")).expanduser()
     path = directory / f"kernels-{digest}.so"

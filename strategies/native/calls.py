@@ -1,64 +1,193 @@
-"""The native kernels as JAX functions; same contracts as their XLA counterparts."""
+"""The native kernels as JAX functions, with the contracts of the XLA versions.
+
+They run on the device and near the data: results are in the memory space of the pages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from memory_pool import AdapterRows, to_raw
-from strategies.attention import AttentionLane, HeadMaths, KvPages, Partial
-from strategies.lora import CHUNK_ROWS, LoraLane
+from memory_pool.layout import PageLayout
+from memory_pool.raw import from_raw, raw_dtype, to_raw
+from strategies.lanes import AttentionLane, Stripe
+from strategies.low_rank import CHUNK_ROWS, fill
+from strategies.paged_attention import HeadMaths, Partial
 
 
-def lora_delta(
-    x_TI: jax.Array, rows: Mapping[str, AdapterRows], layer: jax.Array, lane: LoraLane
-) -> dict[str, jax.Array]:
-    """As strategies.lora.xla_delta.
+def shrink(
+    x_TI: jax.Array,
+    pages_LPW: jax.Array,
+    layer: jax.Array,
+    lane: Stripe,
+    *,
+    layout: PageLayout,
+    group: tuple[str, ...],
+    max_rank: int,
+    out_dtype: Any = None,
+) -> jax.Array:
+    """As strategies.low_rank.shrink.
 
     Cost:
         Reads each rank component in use once, whatever the number of tokens.
     """
-    tokens = x_TI.shape[0]
-    results = [jax.ShapeDtypeStruct((tokens, r.b.shape[-1]), jnp.float32) for r in rows.values()]
-    matrices = [array for r in rows.values() for array in (r.a, r.b, r.scale)]
-    call = jax.ffi.ffi_call("plora_lora_delta", results)
-    deltas = call(
-        to_raw(x_TI),
+    dtype = np.dtype(out_dtype or x_TI.dtype)
+    result = _like(pages_LPW, (len(group), x_TI.shape[0], max_rank), raw_dtype(dtype))
+    m = jax.ffi.ffi_call("plora_shrink", result)(
+        _raw(x_TI),
+        pages_LPW,
         layer,
         lane.owner,
-        lane.slots,
-        lane.slot_owner,
-        lane.chunks,
-        *matrices,
-        chunk_rows=np.int32(CHUNK_ROWS),
+        lane.ranks,
+        lane.scale,
+        lane.a_pages,
+        group=_indices(layout, group),
+        a_widths=_widths(layout.a_units, layout),
     )
-    return dict(zip(rows, deltas, strict=True))
+    return from_raw(m, dtype)
 
 
-def attend_decode(
-    q_NKRH: jax.Array, pages: KvPages, layer: jax.Array, lane: AttentionLane, maths: HeadMaths
-) -> Partial:
-    """As strategies.attention.paged_attention, for lanes of one query a group.
+def expand(
+    m_GTR: jax.Array,
+    pages_LPW: jax.Array,
+    layer: jax.Array,
+    lane: Stripe,
+    *,
+    layout: PageLayout,
+    group: tuple[str, ...],
+) -> tuple[jax.Array, ...]:
+    """As strategies.low_rank.expand.
 
     Cost:
-        Reads the keys and values that the query sees once.
+        Reads each rank component in use once, whatever the number of tokens.
     """
-    shape = q_NKRH.shape[:3]
-    results = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (q_NKRH.shape, shape, shape)]
-    call = jax.ffi.ffi_call("plora_decode_attention", results)
+    call = jax.ffi.ffi_call("plora_expand", _deltas(pages_LPW, m_GTR.shape[1], layout, group))
+    return tuple(
+        call(
+            _raw(m_GTR),
+            pages_LPW,
+            layer,
+            lane.owner,
+            lane.ranks,
+            lane.b_pages,
+            group=_indices(layout, group),
+            b_widths=_widths(layout.b_units, layout),
+        )
+    )
+
+
+def delta(
+    x_TI: jax.Array,
+    pages_LPW: jax.Array,
+    layer: jax.Array,
+    lane: Stripe,
+    *,
+    layout: PageLayout,
+    group: tuple[str, ...],
+    max_rank: int,
+) -> tuple[jax.Array, ...]:
+    """As strategies.low_rank.delta.
+
+    Cost:
+        Reads each rank component in use once, whatever the number of tokens.
+    """
+    call = jax.ffi.ffi_call("plora_delta", _deltas(pages_LPW, x_TI.shape[0], layout, group))
+    return tuple(
+        call(
+            _raw(x_TI),
+            pages_LPW,
+            layer,
+            lane.owner,
+            lane.ranks,
+            lane.scale,
+            lane.a_pages,
+            lane.b_pages,
+            group=_indices(layout, group),
+            a_widths=_widths(layout.a_units, layout),
+            b_widths=_widths(layout.b_units, layout),
+            max_rank=np.int64(max_rank),
+        )
+    )
+
+
+def rows(
+    pages_LPW: jax.Array, layer: jax.Array, lane: Stripe, chunk: jax.Array, *, layout: PageLayout, name: str, side: str
+) -> jax.Array:
+    """As strategies.low_rank.rows; zeros beyond the last component."""
+    units, tables_EM = (layout.a_units, lane.a_pages) if side == "a" else (layout.b_units, lane.b_pages)
+    index = layout.index(name)
+    result = _like(pages_LPW, (CHUNK_ROWS, units[index] * layout.unit), pages_LPW.dtype)
+    return jax.ffi.ffi_call("plora_rows", result)(
+        pages_LPW,
+        layer,
+        lane.ranks,
+        tables_EM,
+        chunk,
+        widths=_widths(units, layout),
+        projection=np.int32(index),
+    )
+
+
+def partial_attention(
+    q_NKSH: jax.Array,
+    pages_LPW: jax.Array,
+    layer: jax.Array,
+    lane: AttentionLane,
+    maths: HeadMaths,
+    *,
+    layout: PageLayout,
+) -> Partial:
+    """As strategies.paged_attention.partial_attention; weights are not rounded to the dtype of the values.
+
+    Cost:
+        Reads each page that a group sees once.
+    """
+    shape = q_NKSH.shape[:3]
+    results = [_like(pages_LPW, s, jnp.float32) for s in (q_NKSH.shape, shape, shape)]
+    window = maths.window
+    if not isinstance(window, jax.Array):
+        window = fill(lane.tables, (1,), jnp.int32, window)
     return Partial(
-        *call(
-            to_raw(q_NKRH),
-            pages.k,
-            pages.v,
+        *jax.ffi.ffi_call("plora_partial_attention", results)(
+            _raw(q_NKSH),
+            pages_LPW,
             layer,
             lane.tables,
             lane.positions,
-            maths.window,
+            window,
             scale=np.float32(maths.scale),
             cap=np.float32(maths.soft_cap or 0.0),
+            page_tokens=np.int32(layout.page_tokens),
         )
     )
+
+
+def _like(pages_LPW: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of a result in the memory space of the pages."""
+    of_pages = jax.typeof(pages_LPW)
+    sharding = of_pages.sharding.update(spec=PartitionSpec(*(None for _ in shape)))
+    return of_pages.update(shape=tuple(shape), dtype=np.dtype(dtype), sharding=sharding)
+
+
+def _deltas(pages_LPW: jax.Array, tokens: int, layout: PageLayout, group: tuple[str, ...]) -> list[Any]:
+    return [_like(pages_LPW, (tokens, layout.out_width(name)), jnp.float32) for name in group]
+
+
+def _raw(array: jax.Array) -> jax.Array:
+    if array.dtype not in (jnp.bfloat16, jnp.float32):
+        raise TypeError(
+            f"the native kernels take bfloat16 and float32, not {array.dtype}: cast it, or set PLORA_NATIVE=0"
+        )
+    return to_raw(array)
+
+
+def _indices(layout: PageLayout, group: tuple[str, ...]) -> np.ndarray:
+    return np.array([layout.index(name) for name in group], np.int32)
+
+
+def _widths(units: tuple[int, ...], layout: PageLayout) -> np.ndarray:
+    return np.array(units, np.int32) * np.int32(layout.unit)

@@ -1,402 +1,348 @@
-// CPU kernels for what XLA does far from the machine's limit, called through jax.ffi.
-//
-// lora_delta: y[t] = sum over the rank components s of t's adapter of scale[s] * (x[t] . a[s]) * b[s].
-// Each component is read once a call however many tokens use it, and a token's sums run in the order of its adapter's
-// components, so a result does not depend on what else is in the batch.
-//
-// decode_attention: attention of single queries over paged keys and values, each KV byte read once.
+// CPU kernels for what XLA does far from the machine's limit, called through jax.ffi. Contracts are those of the XLA
+// versions (strategies/low_rank.py, strategies/paged_attention.py); numbers are raw bits of bfloat16 or float32.
 
 #include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
-#include <mutex>
-#include <type_traits>
 #include <vector>
 
+#include "attention.h"
+#include "low_rank.h"
+#include "threads.h"
+#include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
+namespace plora {
 namespace {
 
-constexpr int kLanes = 16;
-typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4)));
-typedef uint16_t Half __attribute__((vector_size(2 * kLanes), aligned(2)));
-typedef uint32_t Word __attribute__((vector_size(4 * kLanes), aligned(4)));
+using I32 = ffi::Buffer<ffi::S32>;
+using F32 = ffi::Buffer<ffi::F32>;
+using Any = ffi::AnyBuffer;
 
-inline float Widen(uint16_t bits) {
-  uint32_t word = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &word, 4);
-  return value;
-}
-inline float Widen(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-inline Vec Load(const uint16_t* p) {
-  Word word = __builtin_convertvector(*reinterpret_cast<const Half*>(p), Word) << 16;
-  return reinterpret_cast<Vec>(word);
-}
-inline Vec Load(const uint32_t* p) { return *reinterpret_cast<const Vec*>(p); }
-inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-inline void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
-inline Vec Splat(float x) { return Vec{} + x; }
-
-inline float Sum(Vec v) {
-  typedef float V8 __attribute__((vector_size(32)));
-  typedef float V4 __attribute__((vector_size(16)));
-  V8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  V4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-  return (b[0] + b[2]) + (b[1] + b[3]);
+template <typename T>
+const T* Numbers(const Any& buffer) {
+  return static_cast<const T*>(buffer.untyped_data());
 }
 
-// Tasks are claimed one by one. The caller claims too and waits only for tasks that another thread has begun, so it
-// cannot deadlock when the pool is busy; helpers that start too late find nothing to do.
-class Job {
- public:
-  Job(int tasks, std::function<void(int)> run) : tasks_(tasks), run_(std::move(run)) {}
-  void Work() {
-    for (int task; (task = next_.fetch_add(1)) < tasks_;) {
-      run_(task);
-      if (done_.fetch_add(1) + 1 == tasks_) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        finished_.notify_all();
-      }
+// Calls f with a null pointer of the type of each buffer's raw numbers.
+template <typename F>
+void ForTypes(const Any& pages, const Any& x, F f) {
+  bool half = pages.element_type() == ffi::U16, half_x = x.element_type() == ffi::U16;
+  const uint16_t* h = nullptr;
+  const uint32_t* w = nullptr;
+  half ? (half_x ? f(h, h) : f(h, w)) : (half_x ? f(w, h) : f(w, w));
+}
+
+template <typename T>
+Side<T> SideOf(const Any& pages, const I32& layer, const I32& ranks, const I32& tables, Ints widths) {
+  auto sizes = pages.dimensions();
+  const T* first = Numbers<T>(pages) + layer.typed_data()[0] * sizes[1] * sizes[2];
+  return {first, sizes[2], tables.typed_data(), tables.dimensions()[1], ranks.typed_data(), widths};
+}
+
+// One piece for each adapter in use and projection that it changes, whose extent is that of `extent(rank, projection)`.
+template <typename Extent, typename Width>
+std::vector<Piece> WholePieces(const Users& users, const I32& ranks, Ints group, int max_rank, Extent extent, Width width) {
+  int64_t projections = ranks.dimensions()[1];
+  std::vector<Piece> pieces;
+  for (int e = 0; e < users.Adapters(); ++e) {
+    for (int at = 0; users.Count(e) && at < static_cast<int>(group.size()); ++at) {
+      int rank = std::min(ranks.typed_data()[e * projections + group[at]], max_rank);
+      // Tokens share what is read, so that four cost little more than one.
+      int64_t cost = static_cast<int64_t>(rank) * width(group[at]) * ((users.Count(e) + 3) / 4);
+      if (rank > 0) pieces.push_back({e, at, 0, extent(rank, group[at]), cost});
     }
   }
-  void Wait() {
-    for (int spin = 0; spin < 4096; ++spin) {
-      if (done_.load() == tasks_) return;
-    }
-    std::unique_lock<std::mutex> lock(mutex_);
-    finished_.wait(lock, [this] { return done_.load() == tasks_; });
-  }
+  return pieces;
+}
 
- private:
-  const int tasks_;
-  std::function<void(int)> run_;
-  std::atomic<int> next_{0}, done_{0};
-  std::mutex mutex_;
-  std::condition_variable finished_;
+template <typename T, typename M>
+struct ShrinkTask {
+  const Side<T>& a;
+  const Users& users;
+  const float* const* x;
+  const F32& scale;
+  int64_t layer;
+  Ints group;
+  int64_t tokens, max_rank;
+  M* m;  // [group, tokens, max_rank]
+
+  void operator()(const Piece& piece) const {
+    auto sizes = scale.dimensions();
+    int projection = group[piece.at];
+    float factor = scale.typed_data()[(piece.adapter * sizes[1] + layer) * sizes[2] + projection];
+    Shrink(a, piece, projection, users, x, factor, m + piece.at * tokens * max_rank, max_rank);
+  }
 };
 
-void Parallel(ffi::ThreadPool& pool, int tasks, std::function<void(int)> run) {
-  if (tasks <= 0) return;
-  auto job = std::make_shared<Job>(tasks, std::move(run));
-  int helpers = std::min<int>(tasks, pool.num_threads()) - 1;
-  for (int i = 0; i < helpers; ++i) pool.Schedule([job] { job->Work(); });
-  job->Work();
-  job->Wait();
-}
+template <typename T, typename M>
+struct ExpandTask {
+  const Side<T>& b;
+  const Users& users;
+  Ints group;
+  int64_t tokens, max_rank;
+  const M* m;
+  const std::vector<float*>& y;  // [tokens, O] by projection of the group
 
-// The rank components of one adapter and the tokens that use it.
-struct Segment {
-  int first, count;
-  std::vector<int> tokens;
+  void operator()(const Piece& piece) const {
+    Expand(b, piece, group[piece.at], users, m + piece.at * tokens * max_rank, max_rank, y[piece.at]);
+  }
 };
 
-std::vector<Segment> Segments(const int32_t* owner, int tokens, const int32_t* slot_owner, int slots) {
-  std::vector<Segment> segments;
-  std::vector<int> of_owner;
-  for (int s = 0; s < slots; ++s) {
-    int who = slot_owner[s];
-    if (who < 0) continue;
-    if (segments.empty() || s == 0 || slot_owner[s - 1] != who) {
-      if (who >= static_cast<int>(of_owner.size())) of_owner.resize(who + 1, -1);
-      of_owner[who] = segments.size();
-      segments.push_back({s, 0, {}});
-    }
-    segments.back().count++;
-  }
-  for (int t = 0; t < tokens; ++t) {
-    int who = owner[t];
-    if (who >= 0 && who < static_cast<int>(of_owner.size()) && of_owner[who] >= 0) {
-      segments[of_owner[who]].tokens.push_back(t);
-    }
-  }
-  return segments;
+template <typename Task>
+void RunPieces(ffi::ThreadPool& pool, const std::vector<Piece>& pieces, const Task& task) {
+  Parallel(pool, Costs(pieces), [&pieces, &task](int i) { task(pieces[i]); });
 }
 
-// m[i] = x[tokens[i]] . a for all tokens of a segment, four tokens at a time.
-template <typename T>
-void Shrink(const float* x, int width, const T* a, const std::vector<int>& tokens, float scale, float* m, int stride) {
-  int whole = width / kLanes * kLanes;
-  size_t i = 0;
-  for (; i + 4 <= tokens.size(); i += 4) {
-    const float* rows[4];
-    for (int j = 0; j < 4; ++j) rows[j] = x + static_cast<int64_t>(tokens[i + j]) * width;
-    Vec acc[4] = {};
-    for (int k = 0; k < whole; k += kLanes) {
-      Vec v = Load(a + k);
-      for (int j = 0; j < 4; ++j) acc[j] += v * Load(rows[j] + k);
+// The results' arrays, with zeros where no piece will write.
+std::vector<float*> Results(ffi::RemainingRets& rets, const I32& owner, const I32& ranks, Ints group, int max_rank) {
+  int64_t adapters = ranks.dimensions()[0], projections = ranks.dimensions()[1];
+  std::vector<float*> y;
+  for (size_t at = 0; at < group.size(); ++at) {
+    auto result = rets.get<F32>(at).value();
+    int64_t tokens = result->dimensions()[0], width = result->dimensions()[1];
+    for (int64_t t = 0; t < tokens; ++t) {
+      int64_t who = owner.typed_data()[t];
+      bool used = who >= 0 && who < adapters && ranks.typed_data()[who * projections + group[at]] > 0 && max_rank > 0;
+      if (!used) std::memset(result->typed_data() + t * width, 0, width * sizeof(float));
     }
-    for (int j = 0; j < 4; ++j) {
-      float sum = Sum(acc[j]);
-      for (int k = whole; k < width; ++k) sum += Widen(a[k]) * rows[j][k];
-      m[(i + j) * stride] = sum * scale;
-    }
+    y.push_back(result->typed_data());
   }
-  for (; i < tokens.size(); ++i) {
-    const float* row = x + static_cast<int64_t>(tokens[i]) * width;
-    Vec acc = {};
-    for (int k = 0; k < whole; k += kLanes) acc += Load(a + k) * Load(row + k);
-    float sum = Sum(acc);
-    for (int k = whole; k < width; ++k) sum += Widen(a[k]) * row[k];
-    m[i * stride] = sum * scale;
-  }
+  return y;
 }
 
-// y[tokens[i], begin:end] += sum over `count` rows of m[i, row] * b[row], four rows at a time.
-template <typename T>
-void Expand(const float* m, int stride, const T* const* b, int count, const std::vector<int>& tokens, float* y, int width,
-            int begin, int end) {
-  int whole = begin + (end - begin) / kLanes * kLanes;
-  for (int r = 0; r < count; r += 4) {
-    int rows = std::min(4, count - r);
-    for (size_t i = 0; i < tokens.size(); ++i) {
-      float* out = y + static_cast<int64_t>(tokens[i]) * width;
-      float f[4] = {};
-      for (int j = 0; j < rows; ++j) f[j] = m[i * stride + r + j];
-      if (rows == 4) {
-        Vec f0 = Splat(f[0]), f1 = Splat(f[1]), f2 = Splat(f[2]), f3 = Splat(f[3]);
-        for (int k = begin; k < whole; k += kLanes) {
-          Vec v = Load(out + k);
-          v += f0 * Load(b[r] + k);
-          v += f1 * Load(b[r + 1] + k);
-          v += f2 * Load(b[r + 2] + k);
-          v += f3 * Load(b[r + 3] + k);
-          Store(out + k, v);
-        }
-      } else {
-        for (int j = 0; j < rows; ++j) {
-          Vec fj = Splat(f[j]);
-          for (int k = begin; k < whole; k += kLanes) Store(out + k, Load(out + k) + fj * Load(b[r + j] + k));
-        }
-      }
-      for (int j = 0; j < rows; ++j) {
-        for (int k = whole; k < end; ++k) out[k] += f[j] * Widen(b[r + j][k]);
-      }
-    }
-  }
-}
+constexpr int kRowGrain = 4, kColumnGrain = 64;
 
-// bfloat16 operands are rounded between shrink and expand, as the products of a bfloat16 model are.
-inline float RoundToBfloat16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  bits += 0x7FFF + ((bits >> 16) & 1);
-  return Widen(static_cast<uint16_t>(bits >> 16));
-}
-
-template <typename T>
-struct Projection {
-  const T *a, *b;
-  const float* scale;
-  float* y;
-  int out;
-};
-
-template <typename T>
-void LoraDelta(ffi::ThreadPool& pool, const T* x, int tokens, int width, const std::vector<Projection<T>>& projections,
-               const std::vector<Segment>& segments, const int32_t* slots) {
-  constexpr bool kHalf = sizeof(T) == 2;
-  std::vector<float> wide(static_cast<size_t>(tokens) * width);
-  for (size_t i = 0; i < wide.size(); ++i) wide[i] = Widen(x[i]);
-  // One task is one adapter: its shrink, then its expand. Segments share no token, so no task waits for another; the
-  // largest go first, and little work is not worth waking another thread.
-  std::vector<int> order;
-  int64_t elements = 0;
-  for (size_t s = 0; s < segments.size(); ++s) {
-    if (segments[s].tokens.empty()) continue;
-    order.push_back(s);
-    for (const auto& p : projections) elements += static_cast<int64_t>(segments[s].count) * (width + p.out);
-  }
-  auto work = [&](int s) { return static_cast<int64_t>(segments[s].count) * segments[s].tokens.size(); };
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return work(a) > work(b); });
-  auto run = [&](int index) {
-    const Segment& segment = segments[order[index]];
-    std::vector<float> shrunk(segment.tokens.size() * segment.count);
-    std::vector<const T*> rows(segment.count);
-    for (const auto& projection : projections) {
-      int used = 0;  // components are used from the front, so those up to the last used one are all there is to read
-      std::fill(shrunk.begin(), shrunk.end(), 0.0f);
-      for (int r = 0; r < segment.count; ++r) {
-        int64_t slot = slots[segment.first + r];
-        rows[r] = projection.b + slot * projection.out;
-        float scale = projection.scale[slot];
-        if (scale == 0.0f) continue;
-        used = r + 1;
-        Shrink(wide.data(), width, projection.a + slot * width, segment.tokens, scale, shrunk.data() + r, segment.count);
-      }
-      if (kHalf) {
-        for (float& value : shrunk) value = RoundToBfloat16(value);
-      }
-      Expand(shrunk.data(), segment.count, rows.data(), used, segment.tokens, projection.y, projection.out, 0,
-             projection.out);
-    }
+ffi::Error ShrinkImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
+                      ffi::Result<Any> out, Ints group, Ints a_widths) {
+  int64_t tokens = x.dimensions()[0], max_rank = out->dimensions()[2];
+  Users users(owner.typed_data(), tokens, ranks.dimensions()[0]);
+  std::memset(out->untyped_data(), 0, out->size_bytes());
+  auto rows = [](int rank, int) { return rank; };
+  auto width = [&](int projection) { return a_widths[projection]; };
+  auto pieces = Cut(WholePieces(users, ranks, group, max_rank, rows, width), pool.num_threads(), kRowGrain);
+  auto run = [&](auto page_type, auto x_type, auto* m) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
+    using X = std::remove_const_t<std::remove_pointer_t<decltype(x_type)>>;
+    using M = std::remove_pointer_t<decltype(m)>;
+    WideRows wide(Numbers<X>(x), x.dimensions()[1], users, tokens);
+    auto a = SideOf<T>(pages, layer, ranks, a_pages, a_widths);
+    RunPieces(pool, pieces, ShrinkTask<T, M>{a, users, wide.data(), scale, layer.typed_data()[0], group, tokens, max_rank, m});
   };
-  constexpr int64_t kWorthAThread = 1 << 16;
-  if (elements < kWorthAThread) {
-    for (size_t i = 0; i < order.size(); ++i) run(i);
-  } else {
-    Parallel(pool, order.size(), run);
-  }
+  ForTypes(pages, x, [&](auto page_type, auto x_type) {
+    if (out->element_type() == ffi::U16) {
+      run(page_type, x_type, static_cast<uint16_t*>(out->untyped_data()));
+    } else {
+      run(page_type, x_type, static_cast<uint32_t*>(out->untyped_data()));
+    }
+  });
+  return ffi::Error::Success();
 }
 
-template <typename T>
-ffi::Error RunLora(ffi::ThreadPool pool, ffi::AnyBuffer x, const int32_t* layer, ffi::AnyBuffer owner,
-                   ffi::AnyBuffer slots, ffi::AnyBuffer slot_owner, int used, ffi::RemainingArgs rest,
-                   ffi::RemainingRets outs) {
-  int tokens = x.dimensions()[0], width = x.dimensions()[1];
-  std::vector<Projection<T>> projections;
-  for (size_t p = 0; p < outs.size(); ++p) {
-    auto a = rest.get<ffi::AnyBuffer>(3 * p), b = rest.get<ffi::AnyBuffer>(3 * p + 1), s = rest.get<ffi::AnyBuffer>(3 * p + 2);
-    auto y = outs.get<ffi::AnyBuffer>(p);
-    if (!a.has_value() || !b.has_value() || !s.has_value() || !y.has_value()) {
-      return ffi::Error::InvalidArgument("lora_delta: a, b, scale and a result are needed for each projection");
-    }
-    int64_t num_slots = a->dimensions()[1], out = b->dimensions()[2], at = *layer;
-    float* result = static_cast<float*>((*y)->untyped_data());
-    std::memset(result, 0, (*y)->size_bytes());
-    projections.push_back({static_cast<const T*>(a->untyped_data()) + at * num_slots * width,
-                           static_cast<const T*>(b->untyped_data()) + at * num_slots * out,
-                           static_cast<const float*>(s->untyped_data()) + at * num_slots, result, static_cast<int>(out)});
+ffi::Error ExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32 owner, I32 ranks, I32 b_pages,
+                      ffi::RemainingRets rets, Ints group, Ints b_widths) {
+  int64_t tokens = m.dimensions()[1], max_rank = m.dimensions()[2];
+  Users users(owner.typed_data(), tokens, ranks.dimensions()[0]);
+  auto y = Results(rets, owner, ranks, group, max_rank);
+  auto width = [&](int projection) { return b_widths[projection]; };
+  auto columns = [&](int, int projection) { return b_widths[projection]; };
+  auto pieces = Cut(WholePieces(users, ranks, group, max_rank, columns, width), pool.num_threads(), kColumnGrain);
+  ForTypes(pages, m, [&](auto page_type, auto m_type) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
+    using M = std::remove_const_t<std::remove_pointer_t<decltype(m_type)>>;
+    auto b = SideOf<T>(pages, layer, ranks, b_pages, b_widths);
+    RunPieces(pool, pieces, ExpandTask<T, M>{b, users, group, tokens, max_rank, Numbers<M>(m), y});
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
+                     I32 b_pages, ffi::RemainingRets rets, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {
+  int64_t tokens = x.dimensions()[0];
+  Users users(owner.typed_data(), tokens, ranks.dimensions()[0]);
+  auto y = Results(rets, owner, ranks, group, max_rank);
+  auto rows = [](int rank, int) { return rank; };
+  auto columns = [&](int, int projection) { return b_widths[projection]; };
+  auto a_width = [&](int projection) { return a_widths[projection]; };
+  auto b_width = [&](int projection) { return b_widths[projection]; };
+  auto of_a = WholePieces(users, ranks, group, max_rank, rows, a_width);
+  auto of_b = WholePieces(users, ranks, group, max_rank, columns, b_width);
+  std::vector<int64_t> costs;
+  int64_t total = 0, largest = 0;
+  for (size_t i = 0; i < of_a.size(); ++i) {
+    costs.push_back(of_a[i].cost + of_b[i].cost);
+    total += costs[i], largest = std::max(largest, costs[i]);
   }
-  if (used) {
-    auto segments = Segments(static_cast<const int32_t*>(owner.untyped_data()), tokens,
-                             static_cast<const int32_t*>(slot_owner.untyped_data()), used);
-    LoraDelta<T>(pool, static_cast<const T*>(x.untyped_data()), tokens, width, projections, segments,
-                 static_cast<const int32_t*>(slots.untyped_data()));
+  // A task is an adapter's shrink and expand when no thread would wait long for another; else each is cut.
+  bool whole = largest * pool.num_threads() <= total || total < kWorthAThread;
+  ForTypes(pages, x, [&](auto page_type, auto x_type) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
+    using X = std::remove_const_t<std::remove_pointer_t<decltype(x_type)>>;
+    WideRows wide(Numbers<X>(x), x.dimensions()[1], users, tokens);
+    std::unique_ptr<X[]> m(new X[group.size() * tokens * max_rank]);
+    auto a = SideOf<T>(pages, layer, ranks, a_pages, a_widths), b = SideOf<T>(pages, layer, ranks, b_pages, b_widths);
+    ShrinkTask<T, X> shrink{a, users, wide.data(), scale, layer.typed_data()[0], group, tokens, max_rank, m.get()};
+    ExpandTask<T, X> expand{b, users, group, tokens, max_rank, m.get(), y};
+    if (whole) {
+      Parallel(pool, costs, [&](int i) { shrink(of_a[i]), expand(of_b[i]); });
+    } else {
+      RunPieces(pool, Cut(of_a, pool.num_threads(), kRowGrain), shrink);
+      RunPieces(pool, Cut(of_b, pool.num_threads(), kColumnGrain), expand);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error RowsImpl(ffi::ThreadPool pool, Any pages, I32 layer, I32 ranks, I32 tables, I32 chunk, ffi::Result<Any> out,
+                    Ints widths, int32_t projection) {
+  int64_t adapters = ranks.dimensions()[0], wanted = out->dimensions()[0], width = out->dimensions()[1];
+  // Adapter and rank component of each row of the chunk.
+  std::vector<std::pair<int, int>> found;
+  int64_t skip = chunk.typed_data()[0] * wanted;
+  for (int e = 0; e < adapters && static_cast<int64_t>(found.size()) < wanted; ++e) {
+    int rank = ranks.typed_data()[e * static_cast<int64_t>(widths.size()) + projection];
+    for (int r = std::min<int64_t>(skip, rank); r < rank && static_cast<int64_t>(found.size()) < wanted; ++r) found.push_back({e, r});
+    skip = std::max<int64_t>(skip - rank, 0);
+  }
+  auto run = [&](auto* to) {
+    using T = std::remove_pointer_t<decltype(to)>;
+    auto side = SideOf<T>(pages, layer, ranks, tables, widths);
+    Parallel(pool, std::vector<int64_t>(found.size(), width), [&](int i) {
+      int64_t number = side.Start(found[i].first, projection) + found[i].second * width;
+      side.Copy(found[i].first, number, width, to + i * width);
+    });
+    std::memset(to + found.size() * width, 0, (wanted - found.size()) * width * sizeof(T));
+  };
+  if (pages.element_type() == ffi::U16) {
+    run(static_cast<uint16_t*>(out->untyped_data()));
+  } else {
+    run(static_cast<uint32_t*>(out->untyped_data()));
   }
   return ffi::Error::Success();
 }
 
-ffi::Error LoraDeltaImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer owner,
-                         ffi::AnyBuffer slots, ffi::AnyBuffer slot_owner, ffi::Buffer<ffi::S32> chunks,
-                         ffi::RemainingArgs rest, ffi::RemainingRets outs, int32_t chunk_rows) {
-  int used = chunks.typed_data()[0] * chunk_rows;
-  auto run = x.element_type() == ffi::U16 ? RunLora<uint16_t> : RunLora<uint32_t>;
-  return run(pool, x, layer.typed_data(), owner, slots, slot_owner, used, rest, outs);
-}
-
-// One query group (a sequence) and one KV head; R query heads. Scores of a page at a time, online softmax.
-template <typename T>
-void AttendHead(const float* q, int repeats, int dim, const T* k, const T* v, int64_t page_stride, const int32_t* table,
-                int page_tokens, int from, int to, float scale, float cap, float* out, float* top, float* sum) {
-  std::vector<float> scores(static_cast<size_t>(repeats) * page_tokens);
-  for (int page = from / page_tokens; page * page_tokens < to; ++page) {
-    const T* keys = k + table[page] * page_stride;
-    const T* values = v + table[page] * page_stride;
-    int begin = std::max(from - page * page_tokens, 0), end = std::min(to - page * page_tokens, page_tokens);
-    for (int s = begin; s < end; ++s) {
-      const T* key = keys + s * dim;
-      for (int r = 0; r < repeats; ++r) {
-        const float* query = q + r * dim;
-        Vec acc = {};
-        int j = 0;
-        for (; j + kLanes <= dim; j += kLanes) acc += Load(key + j) * Load(query + j);
-        float score = Sum(acc);
-        for (; j < dim; ++j) score += Widen(key[j]) * query[j];
-        score *= scale;
-        scores[r * page_tokens + s] = cap > 0 ? cap * std::tanh(score / cap) : score;
-      }
+ffi::Error AttentionImpl(ffi::ThreadPool pool, Any q, Any pages, I32 layer, I32 tables, I32 positions, I32 window,
+                         ffi::Result<F32> out, ffi::Result<F32> top, ffi::Result<F32> sum, float scale, float cap,
+                         int32_t page_tokens) {
+  int64_t groups = q.dimensions()[0], heads = q.dimensions()[1], count = q.dimensions()[2], dim = q.dimensions()[3];
+  int64_t queries = positions.dimensions()[1], padded = (dim + kLanes - 1) / kLanes * kLanes;
+  ScoreMaths maths{scale, cap, window.typed_data()[0]};
+  std::memset(out->untyped_data(), 0, out->size_bytes());
+  std::fill_n(top->typed_data(), groups * heads * count, kMasked);
+  std::memset(sum->untyped_data(), 0, sum->size_bytes());
+  // Tokens that the queries of a group see, [from, to).
+  std::vector<std::pair<int64_t, int64_t>> seen(groups, {0, 0});
+  std::vector<int64_t> costs(groups * heads);
+  for (int64_t n = 0; n < groups; ++n) {
+    int64_t first = INT32_MAX, last = -1;
+    for (int64_t i = 0; i < queries; ++i) {
+      int64_t position = positions.typed_data()[n * queries + i];
+      if (position >= 0) first = std::min(first, position), last = std::max(last, position);
     }
-    for (int r = 0; r < repeats; ++r) {
-      float* score = scores.data() + r * page_tokens;
-      float best = top[r];
-      for (int s = begin; s < end; ++s) best = std::max(best, score[s]);
-      float decay = std::exp(top[r] - best), total = sum[r] * decay;
-      for (int s = begin; s < end; ++s) total += score[s] = std::exp(score[s] - best);
-      float* o = out + r * dim;
-      int j = 0;
-      for (; j + kLanes <= dim; j += kLanes) {
-        Vec acc = Load(o + j) * decay;
-        for (int s = begin; s < end; ++s) acc += Splat(score[s]) * Load(values + s * dim + j);
-        Store(o + j, acc);
-      }
-      for (; j < dim; ++j) {
-        float acc = o[j] * decay;
-        for (int s = begin; s < end; ++s) acc += score[s] * Widen(values[s * dim + j]);
-        o[j] = acc;
-      }
-      top[r] = best;
-      sum[r] = total;
-    }
+    if (last >= 0) seen[n] = {std::max<int64_t>(first - maths.window + 1, 0), last + 1};
+    int64_t cost = (seen[n].second - seen[n].first) * 2 * dim * ((count + kTileRows - 1) / kTileRows);
+    for (int64_t head = 0; head < heads; ++head) costs[n * heads + head] = cost;
   }
-}
-
-template <typename T>
-void DecodeAttention(ffi::ThreadPool& pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, int64_t layer,
-                     const int32_t* tables, int table_pages, const int32_t* positions, int window, float scale, float cap,
-                     float* out, float* top, float* sum) {
-  int groups = q.dimensions()[0], heads = q.dimensions()[1], repeats = q.dimensions()[2], dim = q.dimensions()[3];
-  int64_t pages = k.dimensions()[1];
-  int page_tokens = k.dimensions()[3];
-  int64_t head_stride = static_cast<int64_t>(page_tokens) * dim, page_stride = heads * head_stride;
-  const T* queries = static_cast<const T*>(q.untyped_data());
-  const T* keys = static_cast<const T*>(k.untyped_data()) + layer * pages * page_stride;
-  const T* values = static_cast<const T*>(v.untyped_data()) + layer * pages * page_stride;
-  Parallel(pool, groups * heads, [&](int task) {
-    int group = task / heads, head = task % heads;
-    int position = positions[group];
-    int64_t row = static_cast<int64_t>(task) * repeats;
-    std::memset(out + row * dim, 0, sizeof(float) * repeats * dim);
-    for (int r = 0; r < repeats; ++r) top[row + r] = -1e30f, sum[row + r] = 0;
-    if (position < 0) return;
-    std::vector<float> wide(static_cast<size_t>(repeats) * dim);
-    for (size_t i = 0; i < wide.size(); ++i) wide[i] = Widen(queries[row * dim + i]);
-    AttendHead(wide.data(), repeats, dim, keys + head * head_stride, values + head * head_stride, page_stride,
-               tables + static_cast<int64_t>(group) * table_pages, page_tokens,
-               static_cast<int>(std::max<int64_t>(0, static_cast<int64_t>(position) - window + 1)), position + 1, scale,
-               cap, out + row * dim, top + row, sum + row);
+  ForTypes(pages, q, [&](auto page_type, auto q_type) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
+    using Q = std::remove_const_t<std::remove_pointer_t<decltype(q_type)>>;
+    auto sizes = pages.dimensions();
+    const T* of_layer = Numbers<T>(pages) + layer.typed_data()[0] * sizes[1] * sizes[2];
+    Parallel(pool, costs, [&](int task) {
+      int64_t n = task / heads, row = task * count, table_pages = tables.dimensions()[1];
+      if (seen[n].first >= seen[n].second) return;
+      std::vector<float> wide(count * padded), part(padded == dim ? 0 : count * padded);
+      for (int64_t r = 0; r < count; ++r) {
+        for (int64_t j = 0; j < dim; ++j) wide[r * padded + j] = Widen(Numbers<Q>(q)[(row + r) * dim + j]);
+      }
+      float* result = out->typed_data() + row * dim;
+      Rows rows{wide.data(), positions.typed_data() + n * queries, static_cast<int>(count / queries), static_cast<int>(count),
+                static_cast<int>(padded), padded == dim ? result : part.data(), top->typed_data() + row, sum->typed_data() + row};
+      KvPages<T> kv{of_layer, sizes[2], page_tokens * dim, heads * page_tokens * dim, page_tokens, static_cast<int>(dim),
+                    tables.typed_data() + n * table_pages, table_pages};
+      Attend(rows, kv, task % heads, seen[n].first / page_tokens, (seen[n].second + page_tokens - 1) / page_tokens, maths);
+      for (int64_t r = 0; padded != dim && r < count; ++r) std::memcpy(result + r * dim, &part[r * padded], dim * sizeof(float));
+    });
   });
-}
-
-ffi::Error DecodeAttentionImpl(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                               ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> tables,
-                               ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> window,
-                               ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> top,
-                               ffi::ResultBuffer<ffi::F32> sum, float scale, float cap) {
-  auto run = q.element_type() == ffi::U16 ? DecodeAttention<uint16_t> : DecodeAttention<uint32_t>;
-  run(pool, q, k, v, layer.typed_data()[0], tables.typed_data(), tables.dimensions()[1], positions.typed_data(),
-      window.typed_data()[0], scale, cap, out->typed_data(), top->typed_data(), sum->typed_data());
   return ffi::Error::Success();
 }
 
 }  // namespace
+}  // namespace plora
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_lora_delta, LoraDeltaImpl,
+using namespace plora;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_shrink, ShrinkImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .RemainingArgs()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<F32>()
+                                  .Arg<I32>()
+                                  .Ret<Any>()
+                                  .Attr<Ints>("group")
+                                  .Attr<Ints>("a_widths"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_expand, ExpandImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
                                   .RemainingRets()
-                                  .Attr<int32_t>("chunk_rows"));
+                                  .Attr<Ints>("group")
+                                  .Attr<Ints>("b_widths"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_decode_attention, DecodeAttentionImpl,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_delta, DeltaImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<F32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .RemainingRets()
+                                  .Attr<Ints>("group")
+                                  .Attr<Ints>("a_widths")
+                                  .Attr<Ints>("b_widths")
+                                  .Attr<int64_t>("max_rank"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_rows, RowsImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Ret<Any>()
+                                  .Attr<Ints>("widths")
+                                  .Attr<int32_t>("projection"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_partial_attention, AttentionImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Ret<F32>()
+                                  .Ret<F32>()
+                                  .Ret<F32>()
                                   .Attr<float>("scale")
-                                  .Attr<float>("cap"));
+                                  .Attr<float>("cap")
+                                  .Attr<int32_t>("page_tokens"));

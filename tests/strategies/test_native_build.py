@@ -31,7 +31,7 @@ def test_unavailable_compiler_that_fails_gives_its_first_line_and_leaves_no_file
     compiler.write_text("#!/bin/sh\necho 'fatal: out of patience' >&2\nexit 3\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert unavailable() == f"{compiler} could not build kernels.cc (exit status 3): fatal: out of patience"
+    assert unavailable() == f"{compiler} could not build the native kernels (exit status 3): fatal: out of patience"
     assert [p.name for p in tmp_path.iterdir()] == ["cxx"]
 
 
@@ -39,4 +39,4 @@ def test_unavailable_folder_that_cannot_be_written_says_why(monkeypatch, tmp_pat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PLORA_NATIVE_DIR", str(tmp_path / "file" / "native"))
     monkeypatch.setenv("CXX", "/bin/sh")
-    assert unavailable().startswith("kernels.cc could not be built: ")
+    assert unavailable().startswith("the native kernels could not be built: ")

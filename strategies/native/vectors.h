@@ -1,0 +1,111 @@
+// Sixteen float32 lanes, loaded from float32 or bfloat16 numbers that are kept as raw bits, and maths on them.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace plora {
+
+constexpr int kLanes = 16;
+typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef int32_t Int __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint32_t Word __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint16_t Half __attribute__((vector_size(2 * kLanes), aligned(2)));
+typedef float Vec8 __attribute__((vector_size(32)));
+typedef float Vec4 __attribute__((vector_size(16), aligned(4)));
+
+inline float Widen(uint16_t bits) {
+  uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+inline float Widen(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// To the nearest bfloat16, ties to even; NaN stays NaN.
+inline void Narrow(float value, uint16_t* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  bool nan = value != value;
+  *out = static_cast<uint16_t>(nan ? (bits >> 16) | 0x40 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+inline void Narrow(float value, uint32_t* out) { std::memcpy(out, &value, 4); }
+
+inline Vec Load(const uint16_t* p) {
+  Word word = __builtin_convertvector(*reinterpret_cast<const Half*>(p), Word) << 16;
+  return reinterpret_cast<Vec>(word);
+}
+inline Vec Load(const uint32_t* p) { return *reinterpret_cast<const Vec*>(p); }
+inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+inline void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+inline Vec Splat(float x) { return Vec{} + x; }
+
+// Brings `count` numbers into the cache, a line at a time. Any address may be given.
+template <typename T>
+inline void Prefetch(const T* p, int count) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int i = 0; i < count; i += kLine) __builtin_prefetch(p + i, 0, 2);
+}
+
+inline Vec4 Fold(Vec v) {
+  Vec8 half =
+      __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
+}
+inline float Sum(Vec v) {
+  Vec4 four = Fold(v);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+inline float Largest(Vec v) {
+  Vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), b = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  a = a > b ? a : b;
+  Vec4 c = __builtin_shufflevector(a, a, 0, 1, 2, 3), d = __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  c = c > d ? c : d;
+  float x = c[0] > c[2] ? c[0] : c[2], y = c[1] > c[3] ? c[1] : c[3];
+  return x > y ? x : y;
+}
+
+// The sums of four vectors, each with the additions of `Sum` in its order.
+inline Vec4 Sums(const Vec v[4]) {
+  Vec4 a = Fold(v[0]), b = Fold(v[1]), c = Fold(v[2]), d = Fold(v[3]);
+  Vec4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  Vec4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+}
+
+// exp for x <= 88, relative error 1e-7, 0 below -87. Cephes' polynomial; 2^n comes from the bits of n + 1.5 * 2^23.
+inline Vec Exp(Vec x) {
+  const Vec low = Splat(-87.0f), magic = Splat(12582912.0f);
+  Vec clamped = x < low ? low : x;
+  Vec shifted = clamped * 1.44269504f + magic;
+  Vec n = shifted - magic;
+  Vec r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Vec p = Splat(1.9875691500e-4f) * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Int exponent = reinterpret_cast<Int>(shifted) - reinterpret_cast<Int>(magic) + 127;
+  // A product, not an addition to the exponent, so that NaN stays NaN.
+  Vec result = p * reinterpret_cast<Vec>(exponent << 23);
+  return x < low ? Vec{} : result;
+}
+
+// Relative error 4e-7: a series where 1 - exp would cancel.
+inline Vec Tanh(Vec x) {
+  Vec size = x < 0 ? -x : x, e = Exp(-2.0f * size), far = (1.0f - e) / (1.0f + e), square = x * x;
+  Vec near = 62.0f / 2835 * square - 17.0f / 315;
+  near = near * square + 2.0f / 15;
+  near = near * square - 1.0f / 3;
+  near = near * square * x + x;
+  return size < 0.25f ? near : (x < 0 ? -far : far);
+}
+
+}  // namespace plora
