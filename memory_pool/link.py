@@ -7,9 +7,6 @@ mixes with device arrays unnoticed.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -53,6 +50,11 @@ def store_in_pool(array: np.ndarray, mesh: Mesh) -> jax.Array:
     return jax.device_put(array, pool_sharding(mesh))
 
 
+def store_on_device(array: np.ndarray, mesh: Mesh) -> jax.Array:
+    """Copies an array of the host program to every device. It does not come from the pool and is not counted."""
+    return jax.device_put(array, device_sharding(mesh))
+
+
 def to_device(x: jax.Array) -> jax.Array:
     """Inside a traced function: brings a pool array over the link; its bytes count as read from the pool."""
     return jax.device_put(x, DEVICE)
@@ -61,36 +63,3 @@ def to_device(x: jax.Array) -> jax.Array:
 def to_pool(x: jax.Array) -> jax.Array:
     """Inside a traced function: sends a device array over the link; its bytes count as written to the pool."""
     return jax.device_put(x, POOL)
-
-
-@functools.partial(jax.jit, donate_argnames="device_rows")
-def _write_rows(device_rows: Any, piece: Any, slots: jax.Array) -> Any:
-    def write(rows: jax.Array, new: jax.Array) -> jax.Array:
-        return rows.at[:, slots].set(to_device(new), mode="promise_in_bounds")
-
-    return jax.tree.map(write, device_rows, piece)
-
-
-def copy_rows_to_device(device_rows: Any, piece: Any, slots: np.ndarray) -> Any:
-    """Writes a piece of the pool over rows of device arrays.
-
-    Args:
-        device_rows: pytree of device arrays [L, slots, ...].
-        piece: pytree of pool arrays of the same structure, [L, rows, ...].
-        slots: [rows] int32, the row slots written.
-
-    Returns:
-        The device arrays with the rows replaced.
-
-    Donates:
-        device_rows.
-
-    Cost:
-        `tree_bytes(piece)` over the link to the device; slots are control bytes.
-    """
-    return _write_rows(device_rows, piece, slots)
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a pytree."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

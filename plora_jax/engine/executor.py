@@ -14,7 +14,7 @@ import numpy as np
 
 from memory_pool.adapter_pool import AdapterPool, PlacedAdapter
 from memory_pool.ledger import Crossing, Ledger
-from memory_pool.link import device_sharding, pool_sharding
+from memory_pool.link import device_sharding, pool_sharding, store_in_pool, store_on_device
 from memory_pool.page_memory import PageMemory
 from plora_jax.config import ModelConfig
 from plora_jax.engine.batch import PREFILL_BLOCK, BatchBuilder, BatchShape, Bucket, BuiltStep, lattice, pick_bucket
@@ -146,7 +146,8 @@ class JaxExecutor:
                 self._sent.pop((bucket, name), None)
                 words[name] = packed
             else:
-                words[name] = jax.device_put(packed, self._space[parcel.in_pool])
+                place = store_in_pool if parcel.in_pool else store_on_device
+                words[name] = place(packed, self._memory.mesh)
                 self._sent[bucket, name] = parcel.key, words[name]
             if parcel.in_pool:
                 size = self._memory.num_shards * packed.nbytes

@@ -1,4 +1,4 @@
-"""What the engine needs of the store that keeps adapters (`memory_pool.AdapterStore`)."""
+"""What the engine needs of the store that keeps adapters (`memory_pool.AdapterPool`)."""
 
 from __future__ import annotations
 

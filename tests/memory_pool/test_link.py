@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,15 +22,9 @@ def test_pool_array_mixed_with_device_array_is_refused_when_traced():
         jax.jit(lambda a, b: a + b)(pool, device)
 
 
-def test_copy_rows_to_device_replaces_only_the_slots_named():
-    mesh = one_device_mesh()
-    rows = allocate((2, 6, 3), np.float32, device_sharding(mesh))
-    piece = link.store_in_pool(np.arange(12, dtype=np.float32).reshape(2, 2, 3), mesh)
-    out = np.asarray(link.copy_rows_to_device({"x": rows}, {"x": piece}, np.array([4, 1], np.int32))["x"])
-    want = np.zeros((2, 6, 3), np.float32)
-    want[:, [4, 1]] = np.asarray(piece)
-    np.testing.assert_array_equal(out, want)
-
-
-def test_tree_bytes_counts_every_leaf():
-    assert link.tree_bytes({"a": jnp.zeros((2, 3), jnp.float32), "b": (jnp.zeros(4, jnp.uint16),)}) == 32
+def test_arrays_of_the_host_program_are_stored_in_the_memory_asked_for():
+    mesh, array = one_device_mesh(), np.arange(6, dtype=np.int32)
+    for store, place in ((link.store_in_pool, pool_sharding), (link.store_on_device, device_sharding)):
+        stored = store(array, mesh)
+        assert stored.sharding == place(mesh)
+        np.testing.assert_array_equal(np.asarray(stored), array)
