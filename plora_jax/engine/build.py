@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from memory_pool.adapter_pool import AdapterPool
+from memory_pool.huge_pages import use_huge_pages
 from memory_pool.kv_pool import KvPool
 from memory_pool.layout import PageLayout
 from memory_pool.ledger import Ledger
@@ -262,6 +263,7 @@ def build_engine(
         model_name=model_name or default_model_name(loaded),
         seed=config.seed,
     )
+    use_huge_pages([memory.pool, memory.adapters, memory.kv])
     return Deployment(
         engine=engine,
         config=config,
