@@ -1,7 +1,8 @@
 // Attention of query groups over pages of keys and values, with a running maximum and sum of each row.
 //
-// One task is a group and a KV head: its pages are read once for all rows. The order of a row's sums is that of the
-// context, so a result does not depend on what else is in the batch nor on the number of threads.
+// One task is a group and one or all of its KV heads; keys and values of a page are read once for all rows of a head.
+// The order of a row's sums is that of the context, so a result does not depend on what else is in the batch nor on the
+// number of threads.
 
 #pragma once
 
@@ -17,7 +18,7 @@ namespace plora {
 constexpr float kMasked = -1e30f;
 
 struct ScoreMaths {
-  float scale, cap;  // no cap when 0
+  float cap;  // none when 0
   int64_t window;
 };
 
@@ -38,7 +39,7 @@ constexpr int kTileRows = 4;
 
 // scores[r * stride + s] = q[r] . keys[s] for kTokens (4 or 1) tokens of a page.
 template <typename T, int kRows, int kTokens>
-void Score(const float* q, const T* keys, int dim, float* scores, int stride) {
+inline __attribute__((always_inline)) void Score(const float* q, const T* keys, int dim, float* scores, int stride) {
   Vec acc[kRows][kTokens] = {};
   for (int j = 0; j < dim; j += kLanes) {
     Vec k[kTokens];
@@ -59,7 +60,7 @@ void Score(const float* q, const T* keys, int dim, float* scores, int stride) {
 
 // out[r] = out[r] * decay[r] + sum over tokens [begin, end) of p[r][s] * values[s], kVecs vectors of the head from j on.
 template <typename T, int kRows, int kVecs>
-void Add(const float* p, int stride, const float* decay, const T* values, Visible seen, int dim, int j, float* out) {
+inline __attribute__((always_inline)) void Add(const float* p, int stride, const float* decay, const T* values, Visible seen, int dim, int j, float* out) {
   Vec acc[kRows][kVecs];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVecs; ++v) acc[r][v] = Load(out + r * dim + j + v * kLanes) * decay[r];
@@ -79,40 +80,50 @@ void Add(const float* p, int stride, const float* decay, const T* values, Visibl
 
 // The rows of one group and KV head. dim is a multiple of kLanes.
 struct Rows {
-  const float* q;
-  const int32_t* positions;  // by query
-  int repeats, count, dim;
-  float *out, *top, *sum;
-
-  int64_t Position(int row) const { return positions[row / repeats]; }
+  const float* q;  // times the scale of scores
+  const int64_t* positions;
+  int count, dim;
+  float *out, *top;
+  Vec* sum;  // by lane
 };
 
-// Turns a row's scores of a page into weights, 0 where it does not see; the factor on what it has summed so far.
-inline float Weigh(float* scores, int stride, Visible seen, const ScoreMaths& maths, float* top, float* sum) {
-  if (seen.Empty()) {
-    for (int s = 0; s < stride; s += kLanes) Store(scores + s, Vec{});
-    return 1.0f;
-  }
+// Turns kRows rows' scores of a page into weights, 0 where a row does not see. decay: the factor on what each has summed.
+template <int kRows>
+inline __attribute__((always_inline)) void Weigh(float* scores, int stride, const Visible* seen, const ScoreMaths& maths,
+                                                 float* top, Vec* sum, float* decay) {
   const Int lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  Vec best = Splat(*top), total = {};
-  for (int s = 0; s < stride; s += kLanes) {
-    Vec score = Load(scores + s) * maths.scale;
-    if (maths.cap > 0) score = maths.cap * Tanh(score * (1.0f / maths.cap));
-    Int at = lane + s;
-    score = ((at >= seen.begin) & (at < seen.end)) ? score : Splat(kMasked);
-    best = score > best ? score : best;
-    Store(scores + s, score);
+  Vec fall = {};
+  float largest[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    Vec best = Splat(top[r]);
+    for (int s = 0; s < stride; s += kLanes) {
+      Vec score = Load(scores + r * stride + s);
+      if (maths.cap > 0) score = maths.cap * Tanh(score * (1.0f / maths.cap));
+      Int at = lane + s;
+      score = ((at >= seen[r].begin) & (at < seen[r].end)) ? score : Splat(kMasked);
+      best = score > best ? score : best;
+      Store(scores + r * stride + s, score);
+    }
+    largest[r] = Largest(best);
+    fall[r] = top[r] - largest[r];
   }
-  float largest = Largest(best);
-  for (int s = 0; s < stride; s += kLanes) {
-    Vec weight = Exp(Load(scores + s) - largest);
-    total += weight;
-    Store(scores + s, weight);
+  Vec factors = Exp(fall);
+  for (int r = 0; r < kRows; ++r) {
+    decay[r] = factors[r];
+    // A row that has seen nothing yet has a maximum that masked scores reach too.
+    if (seen[r].Empty()) {
+      for (int s = 0; s < stride; s += kLanes) Store(scores + r * stride + s, Vec{});
+      continue;
+    }
+    Vec total = sum[r] * decay[r];
+    for (int s = 0; s < stride; s += kLanes) {
+      Vec weight = Exp(Load(scores + r * stride + s) - largest[r]);
+      total += weight;
+      Store(scores + r * stride + s, weight);
+    }
+    sum[r] = total;
+    top[r] = largest[r];
   }
-  float decay = Exp(Splat(*top - largest))[0];
-  *sum = *sum * decay + Sum(total);
-  *top = largest;
-  return decay;
 }
 
 // kRows rows from `row` on over one page; `scores` has room for kTileRows rows of `stride`, a multiple of kLanes.
@@ -122,7 +133,7 @@ void AttendTile(const Rows& rows, int row, const T* keys, const T* values, int64
   int dim = rows.dim;
   Visible each[kRows], any = {page_tokens, 0};
   for (int r = 0; r < kRows; ++r) {
-    each[r] = VisibleIn(rows.Position(row + r), maths.window, first, page_tokens);
+    each[r] = VisibleIn(rows.positions[row + r], maths.window, first, page_tokens);
     if (each[r].Empty()) continue;
     any = {std::min(any.begin, each[r].begin), std::max(any.end, each[r].end)};
   }
@@ -140,9 +151,7 @@ void AttendTile(const Rows& rows, int row, const T* keys, const T* values, int64
     }
   }
   float decay[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    decay[r] = Weigh(scores + r * stride, stride, each[r], maths, rows.top + row + r, rows.sum + row + r);
-  }
+  Weigh<kRows>(scores, stride, each, maths, rows.top + row, rows.sum + row, decay);
   float* out = rows.out + static_cast<int64_t>(row) * dim;
   int j = 0;
   for (; j + 4 * kLanes <= dim; j += 4 * kLanes) Add<T, kRows, 4>(scores, stride, decay, values, any, dim, j, out);
@@ -180,33 +189,34 @@ struct KvPages {
   const T* Keys(int64_t entry, int head) const { return pages + table[entry] * page_width + head * head_width; }
 };
 
-// Attention of a group's rows over entries [from, to) of its table.
+// Attention of a group over entries [from, to) of its table, for the KV heads from `head` on that `rows` has, each page
+// of all of them before the next page: what lies together in memory is read together.
 template <typename T>
-void Attend(const Rows& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to, const ScoreMaths& maths) {
-  int stride = (kv.page_tokens + kLanes - 1) / kLanes * kLanes;
+void Attend(const std::vector<Rows>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to, const ScoreMaths& maths) {
+  int stride = (kv.page_tokens + kLanes - 1) / kLanes * kLanes, dim = rows[0].dim;
   std::vector<float> scores(static_cast<size_t>(kTileRows) * stride);
   // Heads whose size is not that of whole vectors are widened and padded with zeros first, as their queries are.
-  bool padded = rows.dim != kv.dim;
-  std::vector<uint32_t> room(padded ? 2 * static_cast<size_t>(kv.page_tokens) * rows.dim : 0);
+  int64_t part = static_cast<int64_t>(kv.page_tokens) * dim;
+  std::vector<uint32_t> room(dim == kv.dim ? 0 : 2 * part);
   to = std::min(to, kv.table_pages);
   for (int64_t entry = kv.Next(from); entry < to;) {
     int64_t following = kv.Next(entry + 1), first = entry * kv.page_tokens;
-    const T* keys = kv.Keys(entry, head);
-    const T* next = following < to ? kv.Keys(following, head) : keys;
-    if (padded) {
-      uint32_t* wide = room.data();
-      for (int part = 0; part < 2; ++part) {
-        const T* from_row = keys + part * kv.value_offset;
-        for (int s = 0; s < kv.page_tokens; ++s, wide += rows.dim, from_row += kv.dim) {
-          for (int j = 0; j < kv.dim; ++j) Narrow(Widen(from_row[j]), wide + j);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const T* keys = kv.Keys(entry, head + i);
+      const T* values = keys + kv.value_offset;
+      const T* next = following < to ? kv.Keys(following, head + i) : keys;
+      if (dim == kv.dim) {
+        AttendPage(rows[i], keys, values, first, kv.page_tokens, maths, next, next + kv.value_offset, scores.data(), stride);
+        continue;
+      }
+      for (int s = 0; s < kv.page_tokens; ++s) {
+        for (int j = 0; j < kv.dim; ++j) {
+          Narrow(Widen(keys[s * kv.dim + j]), &room[s * dim + j]);
+          Narrow(Widen(values[s * kv.dim + j]), &room[part + s * dim + j]);
         }
       }
-      const uint32_t* k = room.data();
-      const uint32_t* v = k + static_cast<int64_t>(kv.page_tokens) * rows.dim;
-      AttendPage(rows, k, v, first, kv.page_tokens, maths, k, v, scores.data(), stride);
-    } else {
-      AttendPage(rows, keys, keys + kv.value_offset, first, kv.page_tokens, maths, next, next + kv.value_offset,
-                 scores.data(), stride);
+      const uint32_t *k = room.data(), *v = k + part;
+      AttendPage(rows[i], k, v, first, kv.page_tokens, maths, k, v, scores.data(), stride);
     }
     entry = following;
   }

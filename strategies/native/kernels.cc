@@ -70,11 +70,12 @@ struct ShrinkTask {
   int64_t tokens, max_rank;
   M* m;  // [group, tokens, max_rank]
 
-  void operator()(const Piece& piece) const {
+  After<T> First(const Piece& piece) const { return FirstRows(a, piece, group[piece.at]); }
+  void operator()(const Piece& piece, After<T> after) const {
     auto sizes = scale.dimensions();
     int projection = group[piece.at];
     float factor = scale.typed_data()[(piece.adapter * sizes[1] + layer) * sizes[2] + projection];
-    Shrink(a, piece, projection, users, x, factor, m + piece.at * tokens * max_rank, max_rank);
+    Shrink(a, piece, projection, users, x, factor, m + piece.at * tokens * max_rank, max_rank, after);
   }
 };
 
@@ -87,14 +88,16 @@ struct ExpandTask {
   const M* m;
   const std::vector<float*>& y;  // [tokens, O] by projection of the group
 
-  void operator()(const Piece& piece) const {
-    Expand(b, piece, group[piece.at], users, m + piece.at * tokens * max_rank, max_rank, y[piece.at]);
+  After<T> First(const Piece& piece) const { return FirstColumns(b, piece, group[piece.at]); }
+  void operator()(const Piece& piece, After<T> after) const {
+    Expand(b, piece, group[piece.at], users, m + piece.at * tokens * max_rank, max_rank, y[piece.at], after);
   }
 };
 
 template <typename Task>
 void RunPieces(ffi::ThreadPool& pool, const std::vector<Piece>& pieces, const Task& task) {
-  Parallel(pool, Costs(pieces), [&pieces, &task](int i) { task(pieces[i]); });
+  int last = pieces.size() - 1;
+  Parallel(pool, Costs(pieces), [&, last](int i) { task(pieces[i], task.First(pieces[std::min(i + 1, last)])); });
 }
 
 // The results' arrays, with zeros where no piece will write.
@@ -187,7 +190,11 @@ ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owne
     ShrinkTask<T, X> shrink{a, users, wide.data(), scale, layer.typed_data()[0], group, tokens, max_rank, m.get()};
     ExpandTask<T, X> expand{b, users, group, tokens, max_rank, m.get(), y};
     if (whole) {
-      Parallel(pool, costs, [&](int i) { shrink(of_a[i]), expand(of_b[i]); });
+      int last = costs.size() - 1;
+      Parallel(pool, costs, [&](int i) {
+        shrink(of_a[i], expand.First(of_b[i]));
+        expand(of_b[i], shrink.First(of_a[std::min(i + 1, last)]));
+      });
     } else {
       RunPieces(pool, Cut(of_a, pool.num_threads(), kRowGrain), shrink);
       RunPieces(pool, Cut(of_b, pool.num_threads(), kColumnGrain), expand);
@@ -224,47 +231,73 @@ ffi::Error RowsImpl(ffi::ThreadPool pool, Any pages, I32 layer, I32 ranks, I32 t
   return ffi::Error::Success();
 }
 
+// Tokens that the queries of a group see, [from, to).
+std::pair<int64_t, int64_t> SeenTokens(const int32_t* positions, int64_t queries, int64_t window) {
+  int64_t first = INT32_MAX, last = -1;
+  for (int64_t i = 0; i < queries; ++i) {
+    int64_t position = positions[i];
+    if (position >= 0) first = std::min(first, position), last = std::max(last, position);
+  }
+  if (last < 0) return {0, 0};
+  return {std::max<int64_t>(first - window + 1, 0), last + 1};
+}
+
+// Results and queries of one group and KV head while they are worked on: heads padded to whole vectors.
+struct HeadRows {
+  std::vector<float> q, out;
+  std::vector<int64_t> positions;
+  std::vector<Vec> sums;
+};
+
 ffi::Error AttentionImpl(ffi::ThreadPool pool, Any q, Any pages, I32 layer, I32 tables, I32 positions, I32 window,
                          ffi::Result<F32> out, ffi::Result<F32> top, ffi::Result<F32> sum, float scale, float cap,
                          int32_t page_tokens) {
   int64_t groups = q.dimensions()[0], heads = q.dimensions()[1], count = q.dimensions()[2], dim = q.dimensions()[3];
   int64_t queries = positions.dimensions()[1], padded = (dim + kLanes - 1) / kLanes * kLanes;
-  ScoreMaths maths{scale, cap, window.typed_data()[0]};
-  std::memset(out->untyped_data(), 0, out->size_bytes());
+  ScoreMaths maths{cap, window.typed_data()[0]};
   std::fill_n(top->typed_data(), groups * heads * count, kMasked);
-  std::memset(sum->untyped_data(), 0, sum->size_bytes());
-  // Tokens that the queries of a group see, [from, to).
-  std::vector<std::pair<int64_t, int64_t>> seen(groups, {0, 0});
-  std::vector<int64_t> costs(groups * heads);
+  // Few rows are bound by memory, which likes all heads of a page together, unless that leaves threads without work.
+  bool together = count <= 2 * kTileRows && groups >= 4 * static_cast<int64_t>(pool.num_threads());
+  int64_t heads_of_task = together ? heads : 1, tasks_of_group = heads / heads_of_task;
+  std::vector<std::pair<int64_t, int64_t>> seen(groups);
+  std::vector<int64_t> costs(groups * tasks_of_group);
   for (int64_t n = 0; n < groups; ++n) {
-    int64_t first = INT32_MAX, last = -1;
-    for (int64_t i = 0; i < queries; ++i) {
-      int64_t position = positions.typed_data()[n * queries + i];
-      if (position >= 0) first = std::min(first, position), last = std::max(last, position);
-    }
-    if (last >= 0) seen[n] = {std::max<int64_t>(first - maths.window + 1, 0), last + 1};
-    int64_t cost = (seen[n].second - seen[n].first) * 2 * dim * ((count + kTileRows - 1) / kTileRows);
-    for (int64_t head = 0; head < heads; ++head) costs[n * heads + head] = cost;
+    seen[n] = SeenTokens(positions.typed_data() + n * queries, queries, maths.window);
+    int64_t of_head = (seen[n].second - seen[n].first) * 2 * dim * ((count + kTileRows - 1) / kTileRows);
+    std::fill_n(costs.begin() + n * tasks_of_group, tasks_of_group, of_head * heads_of_task);
   }
   ForTypes(pages, q, [&](auto page_type, auto q_type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
     using Q = std::remove_const_t<std::remove_pointer_t<decltype(q_type)>>;
     auto sizes = pages.dimensions();
     const T* of_layer = Numbers<T>(pages) + layer.typed_data()[0] * sizes[1] * sizes[2];
+    int64_t table_pages = tables.dimensions()[1];
     Parallel(pool, costs, [&](int task) {
-      int64_t n = task / heads, row = task * count, table_pages = tables.dimensions()[1];
-      if (seen[n].first >= seen[n].second) return;
-      std::vector<float> wide(count * padded), part(padded == dim ? 0 : count * padded);
-      for (int64_t r = 0; r < count; ++r) {
-        for (int64_t j = 0; j < dim; ++j) wide[r * padded + j] = Widen(Numbers<Q>(q)[(row + r) * dim + j]);
+      int64_t n = task / tasks_of_group, head = task % tasks_of_group;
+      std::vector<HeadRows> own(heads_of_task);
+      std::vector<Rows> rows;
+      for (int64_t i = 0; i < heads_of_task; ++i) {
+        int64_t first = (n * heads + head + i) * count;
+        HeadRows& h = own[i];
+        h.q.resize(count * padded), h.out.resize(count * padded), h.positions.resize(count), h.sums.resize(count, Vec{});
+        for (int64_t r = 0; r < count; ++r) {
+          h.positions[r] = positions.typed_data()[n * queries + r / (count / queries)];
+          const Q* from = Numbers<Q>(q) + (first + r) * dim;
+          for (int64_t j = 0; j < dim; ++j) h.q[r * padded + j] = Widen(from[j]) * scale;
+        }
+        rows.push_back({h.q.data(), h.positions.data(), static_cast<int>(count), static_cast<int>(padded), h.out.data(),
+                        top->typed_data() + first, h.sums.data()});
       }
-      float* result = out->typed_data() + row * dim;
-      Rows rows{wide.data(), positions.typed_data() + n * queries, static_cast<int>(count / queries), static_cast<int>(count),
-                static_cast<int>(padded), padded == dim ? result : part.data(), top->typed_data() + row, sum->typed_data() + row};
       KvPages<T> kv{of_layer, sizes[2], page_tokens * dim, heads * page_tokens * dim, page_tokens, static_cast<int>(dim),
                     tables.typed_data() + n * table_pages, table_pages};
-      Attend(rows, kv, task % heads, seen[n].first / page_tokens, (seen[n].second + page_tokens - 1) / page_tokens, maths);
-      for (int64_t r = 0; padded != dim && r < count; ++r) std::memcpy(result + r * dim, &part[r * padded], dim * sizeof(float));
+      Attend(rows, kv, head, seen[n].first / page_tokens, (seen[n].second + page_tokens - 1) / page_tokens, maths);
+      for (int64_t i = 0; i < heads_of_task; ++i) {
+        int64_t first = (n * heads + head + i) * count;
+        for (int64_t r = 0; r < count; ++r) {
+          sum->typed_data()[first + r] = Sum(own[i].sums[r]);
+          std::memcpy(out->typed_data() + (first + r) * dim, &own[i].out[r * padded], dim * sizeof(float));
+        }
+      }
     });
   });
   return ffi::Error::Success();

@@ -47,12 +47,44 @@ struct Side {
       number += here, count -= here, to += here;
     }
   }
-  // `count` numbers in one piece: in their page, or in `room` when they lie in several.
-  const T* Find(int adapter, int64_t number, int64_t count, T* room) const {
-    if (number % page_width + count <= page_width) return At(adapter, number);
-    Copy(adapter, number, count, room);
+};
+
+// What is read after a piece: its first rows are brought into the cache at the end of the piece.
+template <typename T>
+struct After {
+  const T* first;
+  int64_t stride;
+  const T* Row(int i) const { return first + i * stride; }
+};
+
+// Rows of a stream one after another, each `width` numbers from a place that is `stride` numbers after the one before.
+// Keeps page and offset as it goes: a division for each row would take as long as a narrow row does.
+template <typename T>
+class Walk {
+ public:
+  Walk(const Side<T>& side, int adapter, int64_t number, int64_t stride, int64_t width)
+      : side_(side), adapter_(adapter), number_(number), stride_(stride), width_(width), offset_(number % side.page_width) {
+    page_ = side.At(adapter, number) - offset_;
+  }
+  const T* At() const { return page_ + offset_; }
+  // This row in one piece: in its page, or in `room` when it lies in several.
+  const T* Find(T* room) const {
+    if (offset_ + width_ <= side_.page_width) return At();
+    side_.Copy(adapter_, number_, width_, room);
     return room;
   }
+  void Step() {
+    number_ += stride_, offset_ += stride_;
+    if (offset_ < side_.page_width) return;
+    offset_ = number_ % side_.page_width;
+    page_ = side_.At(adapter_, number_) - offset_;
+  }
+
+ private:
+  const Side<T>& side_;
+  int adapter_;
+  int64_t number_, stride_, width_, offset_;
+  const T* page_;
 };
 
 // Which tokens use an adapter.
@@ -85,6 +117,18 @@ struct Piece {
 
 constexpr int64_t kSmallestPiece = 1 << 14;
 
+// The first rows of A that a piece of `Shrink` reads.
+template <typename T>
+After<T> FirstRows(const Side<T>& a, const Piece& piece, int projection) {
+  int64_t width = a.widths[projection];
+  return {a.At(piece.adapter, a.Start(piece.adapter, projection) + piece.begin * width), width};
+}
+// The first columns of B that a piece of `Expand` reads.
+template <typename T>
+After<T> FirstColumns(const Side<T>& b, const Piece& piece, int projection) {
+  return {b.At(piece.adapter, b.Start(piece.adapter, projection) + piece.begin), b.widths[projection]};
+}
+
 // Cuts pieces so that every thread gets some, at multiples of `grain`.
 inline std::vector<Piece> Cut(const std::vector<Piece>& whole, int threads, int grain) {
   int64_t total = 0;
@@ -112,13 +156,14 @@ inline std::vector<int64_t> Costs(const std::vector<Piece>& pieces) {
 // sums[r][t] = rows[r] . x[t]
 template <typename T, int kRows, int kTokens>
 void Dots(const T* const* rows, const T* const* next, const float* const* x, int width, float (*sums)[4]) {
+  constexpr int kLine = 64 / sizeof(T);
   Vec acc[kRows][kTokens] = {};
   int whole = width / kLanes * kLanes;
   for (int k = 0; k < whole; k += kLanes) {
     Vec v[kTokens];
     for (int t = 0; t < kTokens; ++t) v[t] = Load(x[t] + k);
     for (int r = 0; r < kRows; ++r) {
-      __builtin_prefetch(next[r] + k, 0, 2);
+      if (k % kLine == 0) __builtin_prefetch(next[r] + k, 0, 2);
       Vec a = Load(rows[r] + k);
       for (int t = 0; t < kTokens; ++t) acc[r][t] += a * v[t];
     }
@@ -135,12 +180,13 @@ void Dots(const T* const* rows, const T* const* next, const float* const* x, int
 // y[t][k] += sum over r of f[t][r] * rows[r][k]; from 0 when `first`.
 template <typename T, int kRows, int kTokens>
 void AddRows(const T* const* rows, const T* const* next, const float (*f)[8], float* const* y, int width, bool first) {
+  constexpr int kLine = 64 / sizeof(T);
   int whole = width / kLanes * kLanes;
   for (int k = 0; k < whole; k += kLanes) {
     Vec acc[kTokens];
     for (int t = 0; t < kTokens; ++t) acc[t] = first ? Vec{} : Load(y[t] + k);
     for (int r = 0; r < kRows; ++r) {
-      __builtin_prefetch(next[r] + k, 0, 2);
+      if (k % kLine == 0) __builtin_prefetch(next[r] + k, 0, 2);
       Vec b = Load(rows[r] + k);
       for (int t = 0; t < kTokens; ++t) acc[t] += f[t][r] * b;
     }
@@ -158,20 +204,21 @@ void AddRows(const T* const* rows, const T* const* next, const float (*f)[8], fl
 // m[t][r] for the rows of a piece. x is by token; M is the raw type of m.
 template <typename T, typename M>
 void Shrink(const Side<T>& a, const Piece& piece, int projection, const Users& users, const float* const* x, float scale,
-            M* m, int64_t stride) {
+            M* m, int64_t stride, After<T> after) {
   constexpr int kRows = 4;
   int width = a.widths[projection], count = users.Count(piece.adapter);
   const int* tokens = users.Of(piece.adapter);
   int64_t start = a.Start(piece.adapter, projection);
   std::unique_ptr<T[]> room(new T[static_cast<size_t>(kRows) * width]);
+  Walk<T> walk(a, piece.adapter, start + static_cast<int64_t>(piece.begin) * width, width, width);
   for (int r = piece.begin; r < piece.end; r += kRows) {
     int here = std::min(kRows, piece.end - r);
     const T *rows[kRows], *next[kRows];
-    for (int i = 0; i < kRows; ++i) {
-      int row = std::min(r + i, piece.end - 1);
-      if (i < here) rows[i] = a.Find(piece.adapter, start + static_cast<int64_t>(row) * width, width, room.get() + i * width);
-      row = std::min(r + kRows + i, piece.end - 1);
-      next[i] = a.At(piece.adapter, start + static_cast<int64_t>(row) * width);
+    for (int i = 0; i < here; ++i, walk.Step()) rows[i] = walk.Find(room.get() + i * width);
+    Walk<T> ahead = walk;
+    for (int i = 0; i < kRows; ++i, ahead.Step()) {
+      int later = r + kRows + i;
+      next[i] = later < piece.end ? ahead.At() : after.Row(later - piece.end);
     }
     for (int t = 0; t < count;) {
       int together = count - t >= 4 ? 4 : 1;
@@ -193,19 +240,23 @@ void Shrink(const Side<T>& a, const Piece& piece, int projection, const Users& u
 
 // y[t] for the columns of a piece, [T, O] float32.
 template <typename T, typename M>
-void Expand(const Side<T>& b, const Piece& piece, int projection, const Users& users, const M* m, int64_t stride, float* y) {
+void Expand(const Side<T>& b, const Piece& piece, int projection, const Users& users, const M* m, int64_t stride, float* y,
+            After<T> after) {
   constexpr int kRows = 8;
   int out = b.widths[projection], width = piece.end - piece.begin, count = users.Count(piece.adapter);
   int rank = b.RanksOf(piece.adapter)[projection];
   const int* tokens = users.Of(piece.adapter);
   int64_t start = b.Start(piece.adapter, projection) + piece.begin;
   std::unique_ptr<T[]> room(new T[static_cast<size_t>(kRows) * width]);
+  Walk<T> walk(b, piece.adapter, start, out, width);
   for (int r = 0; r < rank;) {
     int here = rank - r >= kRows ? kRows : 1;
     const T *rows[kRows], *next[kRows];
-    for (int i = 0; i < here; ++i) {
-      rows[i] = b.Find(piece.adapter, start + static_cast<int64_t>(r + i) * out, width, room.get() + i * width);
-      next[i] = b.At(piece.adapter, start + static_cast<int64_t>(std::min(r + here + i, rank - 1)) * out);
+    for (int i = 0; i < here; ++i, walk.Step()) rows[i] = walk.Find(room.get() + i * width);
+    Walk<T> ahead = walk;
+    for (int i = 0; i < here; ++i, ahead.Step()) {
+      int later = r + here + i;
+      next[i] = later < rank ? ahead.At() : after.Row(later - rank);
     }
     for (int t = 0; t < count;) {
       int together = count - t >= 2 ? 2 : 1;
