@@ -70,8 +70,9 @@ def _native_rows(call: Callable[..., Any]) -> tuple[Kernel, ...]:
     return (Kernel("xla+native rows", functools.partial(call, gather=native.rows), native.unavailable),)
 
 
-# The native kernels read memory at its speed but multiply without the matrix unit, which XLA uses: they win with one
-# token an adapter, and where a chunk of a prompt takes the matrix unit they only gather for it.
+# The native kernels read memory near its speed but multiply without the matrix unit, which XLA uses: they win with one
+# token an adapter, and where a chunk of a prompt takes the matrix unit they only gather for it. Attention of blocks of 16
+# queries, 3 heads each, 512 tokens of context, bfloat16: 53 GFLOP/s a core native, 72 in XLA.
 DECODE: Mapping[str, Table] = {
     "cpu": {
         "shrink": _native(native.shrink),
@@ -87,7 +88,6 @@ PREFILL: Mapping[str, Table] = {
         "expand": _native_rows(low_rank.expand),
         "delta": _native_rows(low_rank.delta),
         "rows": _native(native.rows),
-        "attention": _native(native.partial_attention),
     }
 }
 """Tables by platform."""

@@ -32,7 +32,7 @@ def kernels(*fields: str, of: Any = (DECODE, PREFILL)) -> Any:
         f"{field}-{kernel.name}": (kernel, field)
         for tables in of
         for field in fields
-        for kernel in tables["cpu"][field]
+        for kernel in tables["cpu"].get(field, ())
         if kernel.unsupported() is None
     }
     assert found or native.unavailable(), "the native kernels build here, so the tables must have them"
