@@ -71,8 +71,8 @@ def _native_rows(call: Callable[..., Any]) -> tuple[Kernel, ...]:
 
 
 # The native kernels read memory near its speed but multiply without the matrix unit, which XLA uses: they win with one
-# token an adapter, and where a chunk of a prompt takes the matrix unit they only gather for it. Attention of blocks of 16
-# queries, 3 heads each, 512 tokens of context, bfloat16: 53 GFLOP/s a core native, 72 in XLA.
+# token an adapter, and where a chunk of a prompt takes the matrix unit they only gather for it. Attention of blocks of
+# 16 queries, 3 heads each, 512 tokens of context, bfloat16: 53 GFLOP/s a core native, 72 in XLA.
 DECODE: Mapping[str, Table] = {
     "cpu": {
         "shrink": _native(native.shrink),

@@ -60,7 +60,8 @@ inline __attribute__((always_inline)) void Score(const float* q, const T* keys, 
 
 // out[r] = out[r] * decay[r] + sum over tokens [begin, end) of p[r][s] * values[s], kVecs vectors of the head from j on.
 template <typename T, int kRows, int kVecs>
-inline __attribute__((always_inline)) void Add(const float* p, int stride, const float* decay, const T* values, Visible seen, int dim, int j, float* out) {
+inline __attribute__((always_inline)) void Add(const float* p, int stride, const float* decay, const T* values,
+                                               Visible seen, int dim, int j, float* out) {
   Vec acc[kRows][kVecs];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVecs; ++v) acc[r][v] = Load(out + r * dim + j + v * kLanes) * decay[r];
@@ -192,7 +193,8 @@ struct KvPages {
 // Attention of a group over entries [from, to) of its table, for the KV heads from `head` on that `rows` has, each page
 // of all of them before the next page: what lies together in memory is read together.
 template <typename T>
-void Attend(const std::vector<Rows>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to, const ScoreMaths& maths) {
+void Attend(const std::vector<Rows>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
+            const ScoreMaths& maths) {
   int stride = (kv.page_tokens + kLanes - 1) / kLanes * kLanes, dim = rows[0].dim;
   std::vector<float> scores(static_cast<size_t>(kTileRows) * stride);
   // Heads whose size is not that of whole vectors are widened and padded with zeros first, as their queries are.

@@ -133,7 +133,8 @@ ffi::Error ShrinkImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 own
     using M = std::remove_pointer_t<decltype(m)>;
     WideRows wide(Numbers<X>(x), x.dimensions()[1], users, tokens);
     auto a = SideOf<T>(pages, layer, ranks, a_pages, a_widths);
-    RunPieces(pool, pieces, ShrinkTask<T, M>{a, users, wide.data(), scale, layer.typed_data()[0], group, tokens, max_rank, m});
+    int64_t at = layer.typed_data()[0];
+    RunPieces(pool, pieces, ShrinkTask<T, M>{a, users, wide.data(), scale, at, group, tokens, max_rank, m});
   };
   ForTypes(pages, x, [&](auto page_type, auto x_type) {
     if (out->element_type() == ffi::U16) {
@@ -209,9 +210,10 @@ ffi::Error RowsImpl(ffi::ThreadPool pool, Any pages, I32 layer, I32 ranks, I32 t
   // Adapter and rank component of each row of the chunk.
   std::vector<std::pair<int, int>> found;
   int64_t skip = chunk.typed_data()[0] * wanted;
-  for (int e = 0; e < adapters && static_cast<int64_t>(found.size()) < wanted; ++e) {
+  auto room = [&] { return static_cast<int64_t>(found.size()) < wanted; };
+  for (int e = 0; e < adapters && room(); ++e) {
     int rank = ranks.typed_data()[e * static_cast<int64_t>(widths.size()) + projection];
-    for (int r = std::min<int64_t>(skip, rank); r < rank && static_cast<int64_t>(found.size()) < wanted; ++r) found.push_back({e, r});
+    for (int r = std::min<int64_t>(skip, rank); r < rank && room(); ++r) found.push_back({e, r});
     skip = std::max<int64_t>(skip - rank, 0);
   }
   auto run = [&](auto* to) {

@@ -228,7 +228,8 @@ void Shrink(const Side<T>& a, const Piece& piece, int projection, const Users& u
       if (here == kRows) {
         (together == 4 ? Dots<T, kRows, 4> : Dots<T, kRows, 1>)(rows, next, own, width, sums);
       } else {
-        for (int i = 0; i < here; ++i) (together == 4 ? Dots<T, 1, 4> : Dots<T, 1, 1>)(rows + i, next + i, own, width, sums + i);
+        auto dots = together == 4 ? Dots<T, 1, 4> : Dots<T, 1, 1>;
+        for (int i = 0; i < here; ++i) dots(rows + i, next + i, own, width, sums + i);
       }
       for (int i = 0; i < here; ++i) {
         for (int j = 0; j < together; ++j) Narrow(sums[i][j] * scale, m + tokens[t + j] * stride + r + i);
