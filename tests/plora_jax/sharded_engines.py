@@ -7,6 +7,7 @@ what it was refused with, and the link bytes of steps as they were declared and 
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import traceback
@@ -209,6 +210,7 @@ def main(wanted: list[str]) -> None:
             found[name] = run(CASES[name])
         except Exception:
             found[name] = {"error": traceback.format_exc()[-3000:]}
+        gc.collect()  # An engine is a cycle of objects, and its pool is large.
     print(json.dumps(found))
 
 
