@@ -136,8 +136,9 @@ class AdapterPool:
         """Adapters that running sequences use, by the strategy that serves them."""
         counts = dict.fromkeys(self._needs, 0)
         for _, entry in self._items():
-            if entry.references:
-                counts[entry.strategy] += 1
+            # Read once: it may leave the device meanwhile.
+            if entry.references and (strategy := entry.strategy):
+                counts[strategy] += 1
         return counts
 
     def put(self, adapter: StoredAdapter) -> None:
@@ -204,9 +205,10 @@ class AdapterPool:
         """
         entry = self._entries[adapter_id]
         on_device = entry.device_count
+        serves = entry.strategy if entry.references or on_device else ""
         return AdapterStatus(
             tier="device" if on_device else "pool",
-            strategy=entry.strategy if entry.references or on_device else self._strategy_alone(entry),
+            strategy=serves or self._strategy_alone(entry),
             pool_bytes=len(entry.pool_pages) * self._memory.page_bytes,
             device_bytes=on_device * self._memory.page_bytes,
             references=entry.references,

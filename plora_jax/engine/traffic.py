@@ -5,8 +5,10 @@ The audit counts the same program independently; tests hold the two together.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 
+from memory_pool.adapter_pool import PlacedAdapter
 from plora_jax.config import ModelConfig
 from plora_jax.engine.batch import PREFILL_BLOCK, BatchShape, Bucket, StepUse
 from plora_jax.engine.kv_lanes import KvPacker, KvUse
@@ -53,7 +55,7 @@ class StepTraffic:
             "decode": self._kv_bucket("decode", rows, 1, config),
             "prefill": self._kv_bucket("prefill", blocks, PREFILL_BLOCK, config),
         }
-        self._facts: dict[tuple[str, str], tuple[tuple[int, ...], traffic.LaneFacts]] = {}
+        self._facts: dict[tuple[str, str], tuple[list[PlacedAdapter], traffic.LaneFacts]] = {}
 
     def of(self, use: StepUse) -> Iterator[traffic.Bytes]:
         """The bytes of one step by what moves, control tables apart, which are counted when they are sent."""
@@ -88,10 +90,11 @@ class StepTraffic:
         return LORA[name].traffic(bucket, use)
 
     def _lora_use(self, phase: str, name: str, adapters: Sequence[AdapterUse]) -> traffic.LoraUse:
-        key = tuple(id(use.placed) for use in adapters)
+        placed = [use.placed for use in adapters]
         known = self._facts.get((phase, name))
-        if known is None or known[0] != key:
-            known = key, traffic.lane_facts([use.placed for use in adapters])
+        # The placements themselves are kept: the id of one that is gone may be that of another.
+        if known is None or len(known[0]) != len(placed) or any(map(operator.is_not, known[0], placed)):
+            known = placed, traffic.lane_facts(placed)
             self._facts[phase, name] = known
         return traffic.LoraUse([use.tokens for use in adapters], known[1])
 
