@@ -91,6 +91,8 @@ class AdapterTable:
             adapter = read()
             self._store.put(adapter)
             load = _Load(name, adapter.identity, adapter.path, adapter.max_rank)
+            # Once it has its name, another thread may unload it.
+            status = self._status(load)
             with self._lock:
                 replaced = self._names.get(name)
                 self._names[name] = self._loads[load.adapter_id] = load
@@ -100,7 +102,7 @@ class AdapterTable:
                 self._loading.discard(name)
         if replaced is not None and unused:
             self._drop(replaced)
-        return self._status(load)
+        return status
 
     def unload(self, name: str) -> None:
         """Takes the name away at once; the load goes when the last request that uses it ends.

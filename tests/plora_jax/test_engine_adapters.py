@@ -109,6 +109,27 @@ def test_load_inplace_new_requests_take_the_new_load_and_running_ones_keep_the_o
     rig.check_all_given_back()
 
 
+def test_load_that_is_unloaded_at_once_by_another_thread_still_says_what_was_loaded() -> None:
+    rig = make_rig()
+    lock = rig.engine._table._lock
+
+    class UnloadedAtOnce:
+        """Another thread unloads the adapter as soon as the lock under which it got its name is given back."""
+
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+            if "a" in rig.engine._table._names and not rig.engine._table._loading:
+                rig.engine._table._lock = lock
+                rig.engine.unload_adapter("a")
+
+    rig.engine._table._lock = UnloadedAtOnce()  # pyright: ignore[reportAttributeAccessIssue]
+    assert rig.engine.load_adapter("a", "/a").name == "a"
+    assert rig.store.kept == set()
+
+
 def test_load_same_name_twice_at_once_reads_it_once() -> None:
     reading, proceed = threading.Event(), threading.Event()
     reads: list[str] = []
