@@ -84,8 +84,10 @@ DECODE: Mapping[str, Table] = {
 }
 PREFILL: Mapping[str, Table] = {
     "cpu": {
-        "shrink": _native_rows(low_rank.shrink),
-        "expand": _native_rows(low_rank.expand),
+        # `split` and the embedding's and head's adapters: rare in prompts, and XLA's loops for them take a quarter of
+        # the compilation of every prefill program.
+        "shrink": _native(native.shrink),
+        "expand": _native(native.expand),
         "delta": _native_rows(low_rank.delta),
         "rows": _native(native.rows),
     }

@@ -5,6 +5,8 @@ from pathlib import Path
 
 # Set before JAX is imported: the tests mean the CPU, whatever else the machine has.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of a test run is compilation of programs that compute little: half the time without LLVM's optimisations.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import pytest
 

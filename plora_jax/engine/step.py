@@ -197,7 +197,8 @@ class PagedContext:
                 self._inputs.kv_control[phase],
                 maths,
                 phase=phase,
-                setting=AttentionSetting(layout, kernels, kernels),
+                # Few pages of a prompt are away from the device, and the kernels of decode rows take any queries.
+                setting=AttentionSetting(layout, kernels, self._setting.kernels.decode),
             )
             parts.append(out.reshape(tokens.shape))
         return cache, jnp.concatenate(parts)
