@@ -55,11 +55,10 @@ class Case(NamedTuple):
 
 CASES = {
     "llama 8": Case("llama", 8, {}, ROUNDS + OTHERS, audited=True),
-    "llama 2 striped": Case("llama", 2, STRIPED),
     "gemma2 8 striped": Case("gemma2", 8, STRIPED, audited=True),
     "mixtral 4": Case("mixtral", 4, {"pool_devices": 3}),
     "mistral_window 4": Case("mistral_window", 4, {}),
-    "qwen2_bias 8": Case("qwen2_bias", 8, {}),
+    "qwen2_bias 2": Case("qwen2_bias", 2, {}),
     "qwen3 2": Case("qwen3", 2, {}),
     "llama31_rope 4": Case("llama31_rope", 4, {}),
 }
