@@ -1,10 +1,13 @@
 """The conformance pack: every model and served adapter, mixed in one batch, against transformers + PEFT goldens."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from plora_jax.adapters import AdapterError
 from plora_jax.engine import SamplingParams
+from strategies import ATTENTION, LORA
 from tests.plora_jax.conformance import (
     GREEDY,
     INDEX,
@@ -25,7 +28,7 @@ LOGITS_TOLERANCE = 2e-4
 @pytest.fixture(scope="module", params=MODELS)
 def deployment(request):
     """One model's programs, compiled once for all tests of the module that use it."""
-    built = deploy(request.param)
+    built = deploy(request.param, page_tokens=4)
     return request.param, built, LogitsRecorder(built)
 
 
@@ -56,8 +59,54 @@ def test_model_and_adapters_mixed_in_one_batch_match_the_goldens(deployment, chu
     assert built.adapters.pool_bytes == 0
 
 
+PAIRS = [(lora, attention) for lora in LORA for attention in ATTENTION]
+
+
+@pytest.fixture
+def scarce(deployment):
+    """The deployment with all full KV pages in the pool alone, its strategies free to be forced."""
+    _, built, _ = deployment
+    preferred, copies, attention = built.adapters._preferred, built.kv._most_copies, built.executor._attention_of
+    built.kv._most_copies = 0
+    yield built
+    built.adapters._preferred, built.kv._most_copies, built.executor._attention_of = preferred, copies, attention
+    vars(built.adapters).pop("_strategy_now", None)
+
+
+def test_tokens_are_those_of_peft_under_every_pair_of_strategies_forced_and_mixed(deployment, scarce):
+    model = deployment[0]
+    engine = engine_over(scarce, scarce.executor, chunk=16)
+    names = adapters_of(model)
+    for name in names:
+        engine.load_adapter(name, str(PACK / "adapters" / name))
+    identities = [engine._table.use(name, 0) for name in names]
+    cases = [(name, i) for i in range(4) for name in [None, *names]]
+    prompts = [golden(name, model)[f"prompt_{i}"].tolist() for name, i in cases]
+    wanted = [golden(name, model)[f"greedy_{i}"].tolist() for name, i in cases]
+    turns = itertools.count()
+    for lora, attention in [*PAIRS, ("mixed", "mixed")]:
+        for identity in identities:
+            scarce.adapters._leave_device(identity, scarce.adapters._entries[identity])
+        if lora == "mixed":
+            scarce.adapters._strategy_now = lambda *_: tuple(LORA)[next(turns) % len(LORA)]
+            scarce.executor._attention_of = lambda seq: tuple(ATTENTION)[seq.seq_id % len(ATTENTION)]
+        else:
+            scarce.adapters._preferred = (lora,)
+            scarce.executor._attention_of = lambda seq, chosen=attention: chosen
+        outputs = engine.generate(prompts, GREEDY, adapters=[name for name, _ in cases])
+        got = [list(output[0].token_ids) for output in outputs]
+        assert got == wanted, [case for case, a, b in zip(cases, got, wanted, strict=True) if a != b]
+    objects = {crossing.object for crossing in scarce.ledger.totals()}
+    assert objects >= {"activation", "kv", "control"}
+    engine.check_integrity()
+    for name in names:
+        engine.unload_adapter(name)
+    engine.step()
+    assert scarce.adapters.pool_bytes == 0
+
+
 def test_every_pack_adapter_is_either_served_or_refused_by_name():
-    assert len(SERVED) == 18
+    assert len(SERVED) == 19
     assert len(SERVED) + len(NOT_SERVED) == 23
 
 
@@ -80,14 +129,17 @@ def test_base_rows_beside_adapters_are_bit_equal_to_a_run_without():
             np.testing.assert_array_equal(recorder.by_sequence[key][position], logits)
 
 
-def test_pages_and_slots_under_pressure_change_no_token():
-    """Few KV pages (preemption) and room for two or three adapters at a time (eviction)."""
-    built = deploy("llama", device_adapter_mb=1, device_kv_mb=1, max_model_len=64, page_tokens=4)
+def test_pages_under_pressure_change_no_token():
+    """Few KV pages in the pool (preemption) and room for two or three adapters at a time (eviction)."""
+    built = deploy(
+        "llama", device_adapter_mb=1, device_kv_mb=1, max_model_len=64, page_tokens=4, lora_strategy="resident"
+    )
     engine = engine_over(built, built.executor, chunk=16)
-    engine._scheduler._pages.alloc(engine._scheduler._pages.num_free - 20)  # leaves 20 pages of 4 tokens
     names = ["all_linear", "rslora", "rank_alpha_pattern", "rank48", "plain_qv"]
     for name in names:
         engine.load_adapter(name, str(PACK / "adapters" / name))
+    pool = built.kv._pool
+    pool.alloc(pool.num_free - 20)  # leaves 20 pages of 4 tokens
     cases = [(name, i) for i in (3, 2, 1) for name in names]
     prompts = [golden(name, "llama")[f"prompt_{i}"].tolist() for name, i in cases]
     outputs = engine.generate(prompts, GREEDY, adapters=[name for name, _ in cases])
