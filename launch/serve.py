@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Collection
 
 from absl import flags as absl_flags
 from rich.console import Console
@@ -36,6 +37,7 @@ from launch.http.server import AddressError, open_socket
 from launch.startup import (
     AdapterFlags,
     check_template,
+    engine_problems,
     parse_lora_modules,
     read_template,
     shipped_adapters,
@@ -56,7 +58,7 @@ def main() -> int:
     engine_config, http_config = flags.read(EngineConfig), flags.read(HttpConfig)
     adapters = parse_lora_modules(flags.read(AdapterFlags).lora_modules)
     template = read_template(http_config.chat_template)
-    check(engine_config, http_config)
+    check(engine_config, http_config, adapters)
     try:
         listening = open_socket(http_config.host, http_config.port)
     except AddressError as error:
@@ -73,13 +75,15 @@ def main() -> int:
     return run_server(state, listening, log=log)
 
 
-def check(engine: EngineConfig, http: HttpConfig) -> None:
-    """Raises StartError naming every value that cannot be."""
-    problems = http.problems()
-    try:
-        engine.validate()
-    except ValueError as error:
-        problems.insert(0, str(error))
+def check(engine: EngineConfig, http: HttpConfig, adapters: Collection[str] = ()) -> None:
+    """Raises StartError naming every value that cannot be.
+
+    Args:
+        engine: flags of the engine.
+        http: flags of the server.
+        adapters: names of those that are to be loaded.
+    """
+    problems = [*engine_problems(engine, adapters), *http.problems()]
     if http.adapter_root is not None and not os.path.isdir(http.adapter_root):
         problems.append(f"--adapter_root {http.adapter_root!r} is not a directory")
     if http.adapter_root is not None and not http.adapter_routes_on:
@@ -104,14 +108,14 @@ def make_state(deployment: Deployment, http: HttpConfig, *, template: str | None
         if problem:
             raise StartError(f"adapter {status.name!r}: {problem}")
     check_template(engine.tokenizer, template)
-    sizes = deployment.device_bytes()
+    sizes, adapters = deployment.device_bytes(), deployment.adapters
     sources = MetricSources(
         compilations=lambda: counter.count,
         link_totals=deployment.ledger.totals,
         pool_bytes=deployment.pool_bytes,
         device_cache_bytes=lambda: {what: size for what, size in sizes.items() if what in ("adapter", "kv")},
         num_kv_pages=deployment.kv_tokens // deployment.config.page_tokens,
-        fallbacks=None if deployment.adapters is None else lambda: deployment.adapters.fallbacks,
+        fallbacks=None if adapters is None else lambda: adapters.fallbacks,
     )
     return ServerState(
         engine=engine,

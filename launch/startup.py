@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from launch.console import StageLog, in_bytes
 from launch.flags import StartError
@@ -69,6 +69,27 @@ def shipped_adapters(config: EngineConfig, directory: pathlib.Path = SHIPPED_ADA
     return {file.parent.name: str(file.parent) for file in sorted(directory.glob("*/adapter_config.json"))}
 
 
+def engine_problems(config: EngineConfig, adapters: Collection[str] = ()) -> list[str]:
+    """What cannot be in a configuration before anything is read, and flags that have no use beside the others.
+
+    Args:
+        config: of the engine.
+        adapters: names of those that are to be loaded.
+    """
+    problems = []
+    try:
+        config.validate()
+    except ValueError as error:
+        problems.append(str(error))
+    if not config.enable_lora and adapters:
+        problems.append("--lora_modules needs --enable_lora: turn it on, or leave the adapters out")
+    if not config.enable_lora and config.lora_strategy != "auto":
+        problems.append(
+            f"--lora_strategy {config.lora_strategy} needs --enable_lora: turn it on, or leave the strategy out"
+        )
+    return problems
+
+
 def start_engine(
     config: EngineConfig,
     adapters: Mapping[str, str],
@@ -89,8 +110,9 @@ def start_engine(
     Raises:
         StartError: the model or an adapter cannot be served as configured.
     """
-    if adapters and not config.enable_lora:
-        raise StartError("--lora_modules needs --enable_lora: turn it on, or leave the adapters out")
+    problems = engine_problems(config, adapters)
+    if problems:
+        raise StartError("; ".join(problems))
     try:
         deployment = build_engine(config, model_name=model_name, progress=log)
     except (ValueError, OSError) as error:

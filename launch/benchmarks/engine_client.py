@@ -108,7 +108,8 @@ def _check_context(case: ThroughputCase, deployment: Deployment) -> None:
     if needed > holds:
         raise StartError(
             f"--prompt_tokens {case.prompt_tokens} and --new_tokens {case.new_tokens} are {needed} tokens, and a "
-            f"sequence holds {holds}: lower them, or raise --max_model_len and --device_kv_mb as far as the model goes"
+            f"sequence holds {holds}: lower them, or raise --max_model_len and --pool_memory_gb as far as the model "
+            "goes"
         )
 
 

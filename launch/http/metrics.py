@@ -46,7 +46,7 @@ class MetricSources:
         compilations: backend compilations of this process so far.
         link_totals: bytes that crossed the link.
         pool_bytes: bytes taken in the pool, by object.
-        device_cache_bytes: bytes of the device set aside for adapters and KV pages, by object.
+        device_cache_bytes: bytes of the device set aside for adapter and KV pages, by object.
         num_kv_pages: KV pages that sequences can take.
         fallbacks: how often an adapter was served by fetch because the preferred strategy can never fit.
     """
@@ -115,11 +115,15 @@ class Metrics(Collector):
         stats = self._engine.stats()
         yield self._gauge("vllm:num_requests_running", "Sequences that run.", stats.running)
         yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", stats.waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV pages that are taken; 1 is all.", stats.kv_usage)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of the pool's KV pages that are taken, 0 to 1.", stats.kv_usage
+        )
         counts = {
             "vllm:prompt_tokens": ("Prompt tokens processed.", stats.prompt_tokens),
             "vllm:generation_tokens": ("Tokens generated.", stats.generation_tokens),
             "vllm:num_preemptions": ("Sequences sent back to wait because KV pages ran out.", stats.preemptions),
+            "plora:suspensions": ("Preemptions that kept keys and values in the pool.", stats.suspensions),
+            "plora:restores": ("KV pages brought back from the pool to be filled on.", stats.restores),
         }
         for name, (text, value) in counts.items():
             yield self._counters(name, text, (), {(): value})

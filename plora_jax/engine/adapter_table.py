@@ -26,6 +26,7 @@ class AdapterStatus:
         path: directory it was read from, None where it was made in memory.
         rank: largest rank of its modules.
         nbytes: bytes it takes in the pool.
+        device_bytes: bytes that it takes on the device as well.
         tier: "device" or "pool".
         strategy: LoRA strategy that serves it.
         pinned: running sequences hold it where it is.
@@ -37,6 +38,7 @@ class AdapterStatus:
     path: str | None
     rank: int
     nbytes: int
+    device_bytes: int
     tier: str
     strategy: str
     pinned: bool
@@ -196,6 +198,7 @@ class AdapterTable:
             path=load.path,
             rank=load.rank,
             nbytes=placement.pool_bytes,
+            device_bytes=placement.device_bytes,
             tier=placement.tier,
             strategy=placement.strategy,
             pinned=placement.references > 0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 import re
 import socket
 import statistics
@@ -23,14 +22,10 @@ from launch.benchmarks.report import ThroughputReport
 from launch.benchmarks.throughput import run_throughput
 from launch.console import StageLog
 from launch.flags import StartError
-from plora_jax.engine.build import EngineConfig
 from tests.launch.http_rig import http_rig, live_server
+from tests.launch.small_engine import LLAMA, PACK, ROOT, small_config, small_flags
 
-ROOT = pathlib.Path(__file__).parents[2]
-PACK = ROOT / "tests" / "data" / "conformance"
-LLAMA = PACK / "models" / "llama"
-SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "device_kv_mb": 1}
-ENGINE = EngineConfig(model=str(LLAMA), device_adapter_mb=1, compilation_cache_dir=None, **SMALL)
+ENGINE = small_config()
 CASE = ThroughputCase(requests=4, adapters=3, prompt_tokens=20, new_tokens=6, runs=3)
 
 
@@ -187,12 +182,9 @@ def bench_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_bench_prints_the_report_and_writes_it(tmp_path):
-    file, cache = tmp_path / "out.json", ROOT / ".pytest_cache" / "xla"
-    arguments = ["throughput", f"--model={LLAMA}", "--requests=2", "--prompt_tokens=9", "--new_tokens=4", "--runs=2"]
-    arguments += [f"--{name}={value}" for name, value in SMALL.items()]
-    done = bench_command(
-        *arguments, "--adapters=1", "--device_adapter_mb=1", f"--compilation_cache_dir={cache}", f"--output_json={file}"
-    )
+    file = tmp_path / "out.json"
+    arguments = [*small_flags(), "--requests=2", "--prompt_tokens=9", "--new_tokens=4", "--runs=2"]
+    done = bench_command("throughput", *arguments, "--adapters=1", f"--output_json={file}")
     assert done.returncode == 0, done.stderr
     got = json.loads(file.read_text())
     assert_consistent(got)

@@ -13,6 +13,7 @@ from launch import flags, generate, serve
 from launch.http import HttpConfig
 from launch.startup import AdapterFlags
 from plora_jax.engine.build import EngineConfig
+from strategies.strategy_table import ATTENTION, LORA
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,20 @@ def test_field_that_is_left_out_has_no_flag_and_keeps_its_default():
 def test_every_field_of_a_program_has_a_help_and_no_two_a_flag(config_class):
     values = parse(config_class)
     assert all(values[field.name].help for field in dataclasses.fields(config_class))
+
+
+@pytest.mark.parametrize(
+    ("flag", "choices"),
+    [
+        ("lora_strategy", ("auto", *LORA)),
+        ("attention_strategy", ("auto", *ATTENTION)),
+        ("pool_placement", ("pinned", "striped")),
+        ("pool_memory_gb", ("GB",)),
+    ],
+)
+def test_help_of_the_pool_and_the_strategies_names_every_choice_and_unit(flag, choices):
+    text = parse(EngineConfig)[flag].help
+    assert [choice for choice in choices if choice not in text] == []
 
 
 def test_both_programs_define_their_flags_without_a_clash():

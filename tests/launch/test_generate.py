@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pathlib
 import pty
 import select
 import signal
@@ -22,9 +21,7 @@ from launch.generate import GenerateConfig, choose_adapter, read_prompt
 from plora_jax.adapters.adapter import Adapter
 from plora_jax.engine import SamplingParams
 from tests.launch.http_rig import REPLY, HttpRig, http_rig
-
-ROOT = pathlib.Path(__file__).parents[2]
-PACK = ROOT / "tests" / "data" / "conformance"
+from tests.launch.small_engine import PACK, ROOT, small_flags
 
 
 @pytest.fixture
@@ -189,20 +186,17 @@ def test_choose_adapter_that_is_nowhere_is_refused_with_the_names_there_are():
 
 
 def test_chat_without_a_chat_template_is_refused_with_the_ways_out():
-    command = [sys.executable, "-m", "launch.generate", f"--model={PACK / 'models' / 'llama'}", "--prompt=a"]
-    command += ["--device_kv_mb=1", "--device_adapter_mb=1", "--max_num_batched_tokens=32"]
+    command = [sys.executable, "-m", "launch.generate", *small_flags(), "--prompt=a"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 2
     assert "no chat template: give one with --chat_template, or continue a text with --raw --prompt" in ended.stderr
 
 
-def test_one_shot_with_a_real_model_and_adapter_prints_the_golden_text(tmp_path):
+def test_one_shot_with_a_real_model_and_adapter_prints_the_golden_text():
     with np.load(PACK / "adapters" / "plain_qv" / "golden.npz") as arrays:
         prompt, wanted = ("".join(chr(0x4E00 + t) for t in arrays[name]) for name in ("prompt_1", "greedy_1"))
-    command = [sys.executable, "-m", "launch.generate", f"--model={PACK / 'models' / 'llama'}", "--raw", "--ignore_eos"]
+    command = [sys.executable, "-m", "launch.generate", *small_flags(), "--raw", "--ignore_eos"]
     command += [f"--adapter={PACK / 'adapters' / 'plain_qv'}", "--temperature=0", "--max_tokens=12"]
-    command += ["--device_kv_mb=1", "--device_adapter_mb=1", "--max_num_batched_tokens=32"]
-    command += [f"--compilation_cache_dir={tmp_path}"]
     done = subprocess.run(command, input=prompt, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout) == (0, wanted + "\n"), done.stderr
 

@@ -64,6 +64,7 @@ def test_adapters_route_shows_where_each_one_is(client):
     (entry,) = client.get("/v1/adapters").json()["data"]
     assert entry["name"] == "x"
     assert (entry["rank"], entry["bytes"], entry["tier"], entry["strategy"]) == (0, 1000, "pool", "resident")
+    assert entry["device_bytes"] == 0
     assert (entry["pinned"], entry["in_flight"], entry["last_used_s_ago"]) == (False, 0, None)
     client.post("/v1/completions", json={"model": "x", "prompt": "p"})
     assert client.get("/v1/adapters").json()["data"][0]["last_used_s_ago"] >= 0

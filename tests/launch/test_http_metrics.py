@@ -43,6 +43,17 @@ def test_metrics_count_requests_tokens_and_latencies():
     assert all(labels["model_name"] == "base" for samples in got.values() for labels, _ in samples)
 
 
+def test_metrics_of_pages_under_pressure_are_those_of_the_engine(monkeypatch):
+    with http_rig() as rig:
+        stats = rig.engine.stats()._replace(kv_usage=0.75, preemptions=3, suspensions=2, restores=5)
+        monkeypatch.setattr(rig.engine, "stats", lambda: stats)
+        got = {name: samples[0][1] for name, samples in scrape(rig.client()).items()}
+    assert got["vllm:kv_cache_usage_perc"] == 0.75
+    assert got["vllm:num_preemptions_total"] == 3
+    assert got["plora:suspensions_total"] == 2
+    assert got["plora:restores_total"] == 5
+
+
 def test_metrics_without_a_source_are_left_out():
     with http_rig() as rig:
         got = scrape(rig.client())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pathlib
 import re
 import shlex
 import signal
@@ -27,14 +26,7 @@ from launch.http import HttpConfig
 from launch.serve import check
 from launch.startup import parse_lora_modules, read_template, shipped_adapters, start_engine
 from plora_jax.engine.build import EngineConfig
-
-ROOT = pathlib.Path(__file__).parents[2]
-PACK = ROOT / "tests" / "data" / "conformance"
-SMALL = ("--max_num_seqs=8", "--max_num_batched_tokens=64", "--device_kv_mb=1", "--device_adapter_mb=1")
-
-
-def serve_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "launch.serve", "--port=0", *SMALL, *arguments]
+from tests.launch.small_engine import PACK, ROOT, small_config, small_flags
 
 
 class Served:
@@ -42,7 +34,11 @@ class Served:
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            serve_command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+            [sys.executable, "-m", "launch.serve", "--port=0", *small_flags(), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         self.lines: list[str] = []
         assert self.process.stdout is not None
@@ -62,15 +58,12 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    cache = tmp_path_factory.mktemp("xla")
+def served() -> Iterator[Served]:
     adapters = PACK / "adapters"
     made = Served(
-        f"--model={PACK / 'models' / 'llama'}",
         f"--lora_modules=qv={adapters / 'plain_qv'}",
         f'--lora_modules={{"name": "all", "path": "{adapters / "all_linear"}"}}',
         f"--adapter_root={adapters}",
-        f"--compilation_cache_dir={cache}",
     )
     yield made
     made.process.kill()
@@ -167,6 +160,10 @@ def test_start_says_what_is_loaded_and_what_memory_it_takes(served):
         r"adapters +2 in ",
         r"model +llama: llama, 3 layers, float32",
         r"memory +3 MB on the device: weights 514 kB, adapter 1 MB, kv 1 MB",
+        r"pool +\d+ MB, of it taken: adapter \d+ kB, kv 0 B",
+        r"context +512 tokens a sequence; the pool has room for the KV of \d+ tokens",
+        r"kernels +\S",
+        r"link +cpu: memory kinds .*; near-data functions work, \d+ us a call; link bytes are emulated",
         r"serving +llama, all, qv",
     ):
         assert re.search(pattern, served.output), f"{pattern} is not in\n{served.output}"
@@ -211,6 +208,21 @@ def test_port_in_use_ends_before_anything_is_loaded():
     [
         ({"max_num_seqs": 0}, {}, "--max_num_seqs must be at least 1, got 0"),
         ({"dtype": "int3"}, {}, "--dtype must be"),
+        (
+            {"lora_strategy": "E3"},
+            {},
+            "--lora_strategy must be one of auto, resident, fetch, near_data, split, got 'E3'",
+        ),
+        (
+            {"attention_strategy": "near"},
+            {},
+            "--attention_strategy must be one of auto, local, distributed, got 'near'",
+        ),
+        ({"pool_placement": "spread"}, {}, "--pool_placement must be one of pinned, striped, got 'spread'"),
+        ({"pool_devices": 0}, {}, "--pool_devices must be at least 1, got 0"),
+        ({"pool_memory_gb": 0.0}, {}, "--pool_memory_gb must be above 0, got 0.0"),
+        ({"tensor_parallel_size": 0}, {}, "--tensor_parallel_size must be at least 1, got 0"),
+        ({"enable_lora": False, "lora_strategy": "split"}, {}, "--lora_strategy split needs --enable_lora: turn it on"),
         ({}, {"port": 70000}, "--port must be between 0 and 65535, got 70000"),
         ({}, {"api_key": ""}, "--api_key is empty"),
         ({}, {"api_key": "ü"}, "--api_key must be printable ASCII"),
@@ -299,6 +311,30 @@ def test_model_that_is_not_there_fails_without_a_claim_that_it_was_loaded(tmp_pa
             EngineConfig(model="/nowhere", compilation_cache_dir=str(tmp_path)), {}, log=StageLog(Console(file=out))
         )
     assert out.getvalue() == "weights     loading the base model ...\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"pool_memory_gb": 1e-4, "pool_devices": 3},
+            r"--pool_memory_gb 0\.0001 holds the keys and values of 192 tokens, fewer than one sequence of "
+            r"--max_model_len 512: raise --pool_memory_gb to [\d.]+ or more, or lower --max_model_len",
+        ),
+        (
+            {"pool_memory_gb": 3e-5, "pool_devices": 3},
+            r"--pool_memory_gb 3e-05 is less than two pages of \d+ bytes on each of 3 pool devices: raise it to ",
+        ),
+        (
+            {"tensor_parallel_size": 2},
+            r"--tensor_parallel_size 2 needs as many devices, and this machine has 1 \(cpu\): lower it, or set XLA_",
+        ),
+    ],
+)
+def test_machine_or_memory_that_is_too_small_is_refused_with_what_to_change(options, says):
+    with pytest.raises(StartError, match=says) as caught:
+        start_engine(small_config(max_model_len=512, **options), {}, log=StageLog(Console(quiet=True)))
+    assert "\n" not in str(caught.value)
 
 
 def test_adapters_without_lora_are_refused_before_anything_is_loaded():

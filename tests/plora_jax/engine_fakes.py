@@ -158,6 +158,7 @@ class FakePlacement:
     references: int
     strategy: str = "resident"
     pool_bytes: int = 1000
+    device_bytes: int = 0
 
 
 class FakeStore:

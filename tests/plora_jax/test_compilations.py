@@ -45,7 +45,7 @@ def test_hundreds_of_mixed_batches_compile_nothing():
             waiting.pop(rng.randrange(len(waiting))).cancel()
         engine.step()
         engine.check_integrity()
-        built.store.check_integrity()
+        built.adapters.check_integrity()
         steps += 1
         waiting = [g for g in waiting if g.times.finished_s is None]
     assert counter.count == compiled, f"{counter.count - compiled} programs were compiled in traffic"
