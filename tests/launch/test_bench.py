@@ -189,7 +189,8 @@ def test_bench_prints_the_report_and_writes_it(tmp_path):
     got = json.loads(file.read_text())
     assert_consistent(got)
     assert f"command                  {got['command']}\n" in done.stdout
-    assert got["command"].startswith(f"python -m launch.bench throughput --model={LLAMA} --requests=2")
+    assert got["command"].startswith(f"python -m launch.bench throughput --model={LLAMA} --")
+    assert "--requests=2 --prompt_tokens=9 --new_tokens=4 --runs=2 --adapters=1" in got["command"]
     assert re.search(r"^warm-up .*\nrun 1/2 +8 output tokens in .*\nrun 2/2 ", done.stderr, re.MULTILINE)
 
 
