@@ -216,11 +216,15 @@ def build_engine(
     progress = progress or Progress()
     if config.compilation_cache_dir:
         use_persistent_cache(config.compilation_cache_dir)
+    parallel = TensorParallel(load_config(config.model), config.tensor_parallel_size)
     mesh, report = _mesh(config.tensor_parallel_size), probe()
     if not report.near_data:
         raise ValueError(f"this machine's accelerator cannot read the pool ({report.as_text()}): use JAX_PLATFORMS=cpu")
     progress.stage("weights")
-    loaded, params, parallel = _load(config, mesh, progress)
+    loaded = load_model(
+        config.model, dtype=config.dtype, progress=progress.advance, sharding_of=parallel.sharding_of(mesh)
+    )
+    params = parallel.place(loaded.params, mesh)
     dtype = np.dtype(params["embedding"].dtype)
     layout = page_layout(parallel, page_tokens=config.page_tokens, dtype=dtype)
     sizes, limits = _sizes(config, layout), _limits(config, loaded.config, layout)
@@ -303,15 +307,6 @@ def _mesh(num_shards: int) -> Mesh:
             f"({devices[0].platform}): lower it{hint}"
         )
     return Mesh(np.array(devices[:num_shards]), (TENSOR_AXIS,))
-
-
-def _load(config: EngineConfig, mesh: Mesh, progress: Progress) -> tuple[LoadedModel, dict[str, Any], TensorParallel]:
-    """Reads the model into the shards of the mesh."""
-    parallel = TensorParallel(load_config(config.model), config.tensor_parallel_size)
-    loaded = load_model(
-        config.model, dtype=config.dtype, progress=progress.advance, sharding_of=parallel.sharding_of(mesh)
-    )
-    return loaded, parallel.place(loaded.params, mesh), parallel
 
 
 def default_model_name(loaded: LoadedModel) -> str:

@@ -29,7 +29,7 @@ from tests.plora_jax.test_step import Auditor, prefer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SCORED = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=1)
-STRIPED = {"pool_devices": 3, "pool_placement": "striped"}
+STRIPED = {"pool_devices": 2, "pool_placement": "striped"}
 AUDITED = ("all_linear", "rank48", "embed_head_lora", "plain_qv", "gemma2_all")
 ROUNDS = [("resident", "local"), ("fetch", "distributed"), ("near_data", "local"), ("split", "distributed")]
 OTHERS = [("resident", "distributed"), ("fetch", "local"), ("near_data", "distributed"), ("split", "local")]

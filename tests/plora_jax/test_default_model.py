@@ -14,7 +14,12 @@ SHIPPED = ("concise", "json", "pirate")
 
 def deploy(dtype):
     config = EngineConfig(
-        dtype=dtype, max_model_len=512, max_num_seqs=32, max_num_batched_tokens=128, device_adapter_mb=64
+        dtype=dtype,
+        max_model_len=512,
+        max_num_seqs=32,
+        max_num_batched_tokens=128,
+        device_adapter_mb=64,
+        pool_memory_gb=0.5,
     )
     built = build_engine(config)
     from launch.startup import shipped_adapters
