@@ -22,7 +22,7 @@ serve: $(VENV)/.serve
 
 test: $(VENV)/.test lint
 	@echo "== tests"
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile $(TESTS)
 
 lint: $(VENV)/.test
 	@echo "== ruff and types"

@@ -1,6 +1,8 @@
 """Settings of the whole test run."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Set before JAX is imported: the tests mean the CPU, whatever else the machine has.
@@ -8,6 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of a test run is compilation of programs that compute little: half the time without LLVM's optimisations.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+import jax
 import pytest
 
 from plora_jax.engine.compile import use_persistent_cache
@@ -20,6 +23,14 @@ PACK = ROOT / "tests" / "data" / "conformance"
 def _compilation_cache() -> None:
     """Programs that several tests need are compiled once, and not at all in a second run."""
     use_persistent_cache(ROOT / ".pytest_cache" / "xla")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_memory() -> Iterator[None]:
+    """Engines are cycles of objects with large arrays, and traced programs slow down every later collection."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -159,14 +159,18 @@ class JaxExecutor:
         return self._adapters.placed(adapter_id)
 
     def _compile_all(self, progress: Callable[[int, int], None] | None) -> dict[Bucket, Program]:
-        lowered = {bucket: self._lower(bucket) for bucket in self.buckets}
-        programs = {}
-        with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as threads:
-            running = {threads.submit(program.run.compile): bucket for bucket, program in lowered.items()}
+        programs: dict[Bucket, Program] = {}
+        with ThreadPoolExecutor(min(len(self.buckets), os.cpu_count() or 1)) as threads:
+            running = {}
+            # The largest take longest to compile; the next is lowered meanwhile.
+            for bucket in reversed(self.buckets):
+                program = self._lower(bucket)
+                running[threads.submit(program.run.compile)] = bucket, program
             for done in as_completed(running):
-                programs[running[done]] = lowered[running[done]]._replace(run=done.result())
+                bucket, program = running[done]
+                programs[bucket] = program._replace(run=done.result())
                 if progress:
-                    progress(len(programs), len(lowered))
+                    progress(len(programs), len(self.buckets))
         return programs
 
     def _lower(self, bucket: Bucket) -> Program:

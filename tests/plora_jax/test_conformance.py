@@ -1,7 +1,9 @@
 """The conformance pack: every model and served adapter, mixed in one batch, against transformers + PEFT goldens."""
 
+import gc
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
@@ -29,7 +31,10 @@ LOGITS_TOLERANCE = 2e-4
 def deployment(request):
     """One model's programs, compiled once for all tests of the module that use it."""
     built = deploy(request.param, page_tokens=4)
-    return request.param, built, LogitsRecorder(built)
+    yield request.param, built, LogitsRecorder(built)
+    del built
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 64])

@@ -12,12 +12,12 @@ GOLDEN = (504, 3575, 282, 4649, 314, 7042, 30, 2)  # "The capital of France is P
 SHIPPED = ("concise", "json", "pirate")
 
 
-def deploy(dtype):
+def deploy(dtype, *, rows):
     config = EngineConfig(
         dtype=dtype,
         max_model_len=512,
-        max_num_seqs=32,
-        max_num_batched_tokens=128,
+        max_num_seqs=rows,
+        max_num_batched_tokens=64,
         device_adapter_mb=64,
         pool_memory_gb=0.5,
     )
@@ -31,7 +31,7 @@ def deploy(dtype):
 
 @pytest.fixture(scope="module")
 def engine():
-    return deploy("float32")
+    return deploy("float32", rows=32)
 
 
 def chat(engine, text):
@@ -55,7 +55,21 @@ def test_default_model_float32_gives_the_golden_answer(engine):
 
 @pytest.mark.slow
 def test_default_model_bfloat16_gives_the_golden_answer():
-    check_golden(deploy("bfloat16"))
+    check_golden(deploy("bfloat16", rows=8))
+
+
+@pytest.mark.slow
+def test_seeded_sampling_with_the_whole_vocabulary_is_the_same_in_any_mix(engine):
+    ids = chat(engine, "Tell me a story.")
+    seeded = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=16)
+    alone = engine.generate([ids], seeded)[0][0].token_ids
+    others = [SamplingParams(temperature=1.0, max_tokens=10, n=2, top_k=40) for _ in range(5)]
+    mixed = engine.generate([ids] * 6, [*others[:2], seeded, *others[2:]], adapters=[None, "pirate"] + [None] * 4)
+    assert mixed[2][0].token_ids == alone
+    compiled = counter.count
+    engine.generate([ids] * 3, others[:3])
+    assert counter.count == compiled
+    assert len({tuple(np.asarray(c.token_ids)) for completions in mixed for c in completions}) > 6
 
 
 @pytest.mark.slow
@@ -74,18 +88,3 @@ def test_thirty_two_streams_over_base_and_adapters_equal_their_solo_runs(engine)
             assert generation.collect()[0].token_ids == solo[tuple(ids), name], (name, len(ids))
     finally:
         engine.shutdown(drain_s=5)
-
-
-@pytest.mark.slow
-def test_seeded_sampling_with_the_whole_vocabulary_is_the_same_in_any_mix():
-    engine = deploy("float32")
-    ids = chat(engine, "Tell me a story.")
-    seeded = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=16)
-    alone = engine.generate([ids], seeded)[0][0].token_ids
-    others = [SamplingParams(temperature=1.0, max_tokens=10, n=2, top_k=40) for _ in range(5)]
-    mixed = engine.generate([ids] * 6, [*others[:2], seeded, *others[2:]], adapters=[None, "pirate"] + [None] * 4)
-    assert mixed[2][0].token_ids == alone
-    compiled = counter.count
-    engine.generate([ids] * 3, others[:3])
-    assert counter.count == compiled
-    assert len({tuple(np.asarray(c.token_ids)) for completions in mixed for c in completions}) > 6

@@ -30,7 +30,11 @@ from strategies.low_rank import CHUNK_ROWS
 ROOT = Path(__file__).parent.parent.parent
 PACK = ROOT / "tests" / "data" / "conformance"
 STRATEGIES = ["fetch", "near_data", "resident", "split"]
-CASES = ["llama 8", "gemma2 8 striped", "mixtral 4", "mistral_window 4", "qwen2_bias 2", "qwen3 2", "llama31_rope 4"]
+ALWAYS = ["llama 8", "qwen3 2"]
+MORE = ["gemma2 8 striped", "mixtral 4", "mistral_window 4", "qwen2_bias 2", "llama31_rope 4"]
+CASES = ALWAYS + (MORE if os.environ.get("PLORA_TEST_ALL") else [])
+"""Each model takes a minute to compile over shards: PLORA_TEST_ALL=1 serves them all."""
+AUDITED = [name for name in ("llama 8", "gemma2 8 striped") if name in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,7 @@ def served():
     cache = jax.config.values["jax_compilation_cache_dir"]
     kept = {"JAX_COMPILATION_CACHE_DIR": cache} if cache else {}
     result = subprocess.run(
-        [sys.executable, "-m", "tests.plora_jax.sharded_engines"],
+        [sys.executable, "-m", "tests.plora_jax.sharded_engines", *CASES],
         cwd=ROOT,
         env={**os.environ, **kept, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -66,7 +70,7 @@ def test_engine_over_shards_gives_the_golden_tokens_by_every_strategy_forced_and
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama 8", "gemma2 8 striped"])
+@pytest.mark.parametrize("name", AUDITED)
 def test_ledger_equals_audit_for_every_step_on_eight_devices(served, name):
     assert "error" not in served[name], served[name]["error"]
     audit = served[name]["audit"]
@@ -78,7 +82,7 @@ def test_ledger_equals_audit_for_every_step_on_eight_devices(served, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama 8", "gemma2 8 striped"])
+@pytest.mark.parametrize("name", AUDITED)
 def test_tables_that_a_step_sends_to_the_pools_of_eight_devices_are_counted_as_the_audit_counts_them(served, name):
     for told, counted in served[name]["control"]:
         assert told == counted > 0
@@ -90,10 +94,10 @@ def test_tables_that_a_step_sends_to_the_pools_of_eight_devices_are_counted_as_t
     [
         ("llama 3", "--tensor_parallel_size 3 does not divide the 8 query heads, .*: choose 1, 2, 4 or 8$"),
         ("qwen3_moe 5", "does not divide the expert width 48 and neither divides the 2 KV heads .*: choose 1, 2, 4 or"),
-        ("llama 16", "^--tensor_parallel_size 16 needs as many devices, and this machine has 8 .cpu.: lower it, or "),
+        ("llama 16", "^--tensor_parallel_size 16 does not divide the 8 query heads of this llama model: choose 1, 2,"),
     ],
 )
-def test_build_that_the_model_or_the_machine_does_not_allow_is_refused_with_what_works(served, build, message):
+def test_build_that_the_model_does_not_allow_is_refused_with_what_works(served, build, message):
     assert re.search(message, served["refused"][build])
 
 

@@ -61,13 +61,13 @@ def test_ledger_equals_audit_for_every_step_of_mixed_traffic(options):
     engine = engine_over(built, auditor, chunk=8)
     built.kv._most_copies = 0
     built.executor._attention_of = lambda seq: ("local", "distributed")[seq.seq_id % 2]
-    for name, strategy in zip(ADAPTERS, STRATEGIES, strict=True):
+    for name in ADAPTERS:
         engine.load_adapter(name, str(PACK / "adapters" / name))
     served = []
     for rotation in range(len(STRATEGIES)):
         order = {name: STRATEGIES[(i + rotation) % len(STRATEGIES)] for i, name in enumerate(ADAPTERS)}
         prefer(built, engine, order)
-        prompts = [golden(None, MODEL)[f"prompt_{i % 4}"].tolist() + [7] for i in range(5)]
+        prompts = [[*golden(None, MODEL)[f"prompt_{i % 4}"].tolist(), 7] for i in range(5)]
         asked = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
         served.append([c[0].token_ids for c in engine.generate(prompts, asked, adapters=[None, *ADAPTERS])])
     assert all(tokens == served[0] for tokens in served), "a strategy changed the tokens"
@@ -104,8 +104,6 @@ def test_step_closes_over_no_large_constant():
     bucket = executor.buckets[-1]
     program = executor.programs[bucket]
     empty = program.builder.build(StepPlan(()), placed=executor._placed)
-    step = make_step(
-        executor.decoder, np.float32, built.memory.mesh, setting=executor.setting, packing=program.packing
-    )
+    step = make_step(executor.decoder, np.float32, built.memory.mesh, setting=executor.setting, packing=program.packing)
     closed = jax.make_jaxpr(step)(*executor.abstract_args(empty, program.packing))
     assert sum(np.asarray(c).nbytes for c in closed.consts) < 4096
