@@ -216,11 +216,11 @@ def build_engine(
     progress = progress or Progress()
     if config.compilation_cache_dir:
         use_persistent_cache(config.compilation_cache_dir)
+    progress.stage("weights")
     parallel = TensorParallel(load_config(config.model), config.tensor_parallel_size)
     mesh, report = _mesh(config.tensor_parallel_size), probe()
     if not report.near_data:
         raise ValueError(f"this machine's accelerator cannot read the pool ({report.as_text()}): use JAX_PLATFORMS=cpu")
-    progress.stage("weights")
     loaded = load_model(
         config.model, dtype=config.dtype, progress=progress.advance, sharding_of=parallel.sharding_of(mesh)
     )

@@ -16,7 +16,7 @@ from memory_pool.link import TENSOR_AXIS
 from plora_jax.adapters import load_adapter
 from plora_jax.engine import Engine, SamplingParams
 from plora_jax.engine.batch import pick_bucket
-from plora_jax.engine.build import Deployment, EngineConfig, build_engine
+from plora_jax.engine.build import AUTO_LORA, Deployment, EngineConfig, build_engine
 from plora_jax.engine.plan import RowResult, StepPlan
 from plora_jax.engine.step import PagedContext, open_parcels
 
@@ -51,6 +51,9 @@ class LogitsRecorder:
 
         def logits(params, pool, adapters, kv, parcels):
             inputs = open_parcels(parcels, packing)
+            # What `auto` chooses: the other lanes are empty, and leaving them out halves the compilation.
+            lora, control = ({p: {n: x[n] for n in AUTO_LORA if n in x} for p, x in y.items()} for y in inputs[3:])
+            inputs = inputs._replace(lora=lora, lora_control=control)
             context = PagedContext(decoder, inputs, pool, adapters, setting=self.inner.setting)
             x = decoder.embed(params, inputs.tokens.tokens, np.float32, context=context)
             hidden, _ = decoder.layers(params, x, kv, context)

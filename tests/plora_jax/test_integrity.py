@@ -6,6 +6,7 @@ evicted, wait or fall back, and sequences are suspended and preempted, all in th
 """
 
 import dataclasses
+import os
 
 import pytest
 
@@ -61,8 +62,11 @@ def built():
     return deployment
 
 
+PREFERRED = [("resident", "near_data"), ("resident",), ("split",), ("fetch",)]
+
+
 @pytest.mark.parametrize(
-    "preferred", [("resident", "near_data"), ("resident",), ("split",), ("fetch",)], ids=lambda names: "+".join(names)
+    "preferred", PREFERRED if os.environ.get("PLORA_TEST_ALL") else PREFERRED[:2], ids=lambda names: "+".join(names)
 )
 def test_random_traffic_leaks_nothing_and_changes_no_token(built, answers, preferred):
     traffic = Traffic(built, answers, seed=len(preferred[0]), preferred=preferred)
