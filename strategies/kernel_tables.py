@@ -6,7 +6,6 @@ device and, inside near-data functions, the pool.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -66,32 +65,19 @@ def _native(call: Callable[..., Any]) -> tuple[Kernel, ...]:
     return (Kernel("native", call, native.unavailable),)
 
 
-def _native_rows(call: Callable[..., Any]) -> tuple[Kernel, ...]:
-    return (Kernel("xla+native rows", functools.partial(call, gather=native.rows), native.unavailable),)
-
-
-# The native kernels read memory near its speed but multiply without the matrix unit, which XLA uses: they win with one
-# token an adapter, and where a chunk of a prompt takes the matrix unit they only gather for it. Attention of blocks of
-# 16 queries, 3 heads each, 512 tokens of context, bfloat16: 53 GFLOP/s a core native, 72 in XLA.
-DECODE: Mapping[str, Table] = {
-    "cpu": {
-        "shrink": _native(native.shrink),
-        "expand": _native(native.expand),
-        "delta": _native(native.delta),
-        "rows": _native(native.rows),
-        "attention": _native(native.partial_attention),
-    }
+# The native kernels read memory near its speed, give a token the same bits in any company, and multiply each token only
+# with its own adapter's components; XLA multiplies all with all, but has the matrix unit. 512 tokens in all layers of the
+# default model (`launch.bench strategies --phase=prefill`, beside other load), XLA and native: one adapter of rank 64
+# takes 230 and 487 ms, 32 of rank 32 take 1664 and 480. Attention of blocks of 16 queries, 3 heads each, over 512
+# tokens, bfloat16: 72 GFLOP/s a core in XLA, 53 native.
+_LORA: Table = {
+    "shrink": _native(native.shrink),
+    "expand": _native(native.expand),
+    "delta": _native(native.delta),
+    "rows": _native(native.rows),
 }
-PREFILL: Mapping[str, Table] = {
-    "cpu": {
-        # `split` and the embedding's and head's adapters: rare in prompts, and XLA's loops for them take a quarter of
-        # the compilation of every prefill program.
-        "shrink": _native(native.shrink),
-        "expand": _native(native.expand),
-        "delta": _native_rows(low_rank.delta),
-        "rows": _native(native.rows),
-    }
-}
+DECODE: Mapping[str, Table] = {"cpu": {**_LORA, "attention": _native(native.partial_attention)}}
+PREFILL: Mapping[str, Table] = {"cpu": _LORA}
 """Tables by platform."""
 
 
