@@ -66,8 +66,8 @@ def _native(call: Callable[..., Any]) -> tuple[Kernel, ...]:
 
 
 # The native kernels read memory near its speed, give a token the same bits in any company, and multiply each token only
-# with its own adapter's components; XLA multiplies all with all, but has the matrix unit. 512 tokens in all layers of the
-# default model (`launch.bench strategies --phase=prefill`, beside other load), XLA and native: one adapter of rank 64
+# with its own adapter's components; XLA multiplies all with all, but has the matrix unit. 512 tokens in all layers
+# of the default model (`launch.bench strategies --phase=prefill`, beside other load), XLA and native: one of rank 64
 # takes 230 and 487 ms, 32 of rank 32 take 1664 and 480. Attention of blocks of 16 queries, 3 heads each, over 512
 # tokens, bfloat16: 72 GFLOP/s a core in XLA, 53 native.
 _LORA: Table = {
