@@ -299,6 +299,11 @@ class KvUse(NamedTuple):
     streamed_pages: int = 0
     near_queries: Sequence[int] = ()
 
+    @property
+    def any(self) -> bool:
+        """Whether pages are streamed or attended near the data."""
+        return bool(self.rounds) or any(self.near_queries)
+
 
 def local(bucket: KvBucket, use: KvUse) -> list[Bytes]:
     """Rounds of pages to the device."""

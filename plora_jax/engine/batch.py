@@ -13,7 +13,7 @@ import numpy as np
 
 from memory_pool.adapter_pool import PlacedAdapter
 from memory_pool.layout import PageLayout
-from plora_jax.engine.kv_lanes import KvPacker, KvShape, KvUse
+from plora_jax.engine.kv_lanes import KvPacker, KvShape
 from plora_jax.engine.lora_lanes import AdapterUse, LanePacker, Lanes, LaneShape
 from plora_jax.engine.plan import Row, StepPlan
 from plora_jax.engine.plan import Sequence as PlannedSequence
@@ -21,6 +21,7 @@ from plora_jax.engine.sampling_batch import SamplingBatch, make_sampling_batch
 from plora_jax.parallel import EMBEDDING, HEAD
 from strategies.lanes import AttentionLane
 from strategies.paged_attention import CHUNK_TOKENS, KvWrite
+from strategies.traffic import KvUse
 
 PREFILL_BLOCK = 16
 """Queries of one sequence that attend together: a wider block reads KV less often but pads short prompts more."""

@@ -22,20 +22,20 @@ from memory_pool.pages import PageAllocator
 from memory_pool.pool_pages import PoolPages
 from memory_pool.probe import ProbeReport, probe
 from plora_jax.adapters import Adapter, load_adapter
-from plora_jax.checkpoints import DEFAULT_MODEL, LoadedModel, load_config, load_model
+from plora_jax.checkpoints import LoadedModel, load_config, load_model
 from plora_jax.config import ModelConfig
 from plora_jax.engine.batch import PREFILL_BLOCK
 from plora_jax.engine.budget import SchedulerConfig
 from plora_jax.engine.compile import use_persistent_cache
 from plora_jax.engine.engine import Engine
+from plora_jax.engine.engine_config import EngineConfig
 from plora_jax.engine.executor import JaxExecutor
 from plora_jax.engine.plan import Sequence
 from plora_jax.engine.traffic import LAYER_GROUPS
 from plora_jax.parallel import EMBEDDING, HEAD, TensorParallel
 from plora_jax.tokenizer import load_tokenizer
-from strategies.strategy_table import ATTENTION, LORA
+from strategies.strategy_table import LORA
 
-DEFAULT_CACHE_DIR = "~/.cache/plora_jax/xla"
 MB, GB = 2**20, 2**30
 
 AUTO_LORA = ("resident", "near_data")
@@ -43,98 +43,6 @@ AUTO_LORA = ("resident", "near_data")
 
 AUTO_ATTENTION = "distributed"
 """Pages that the device does not hold are read where they are."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """What an operator may set of an engine.
-
-    Attributes:
-        model: "default", a Hugging Face directory, a GGUF file or an Orbax checkpoint directory.
-        dtype: "auto" (as published; bfloat16 for float16 and quantised files), "bfloat16" or "float32"; of weights,
-            activations, KV and adapters.
-        max_model_len: longest sequence, prompt and output together, tokens; None for the model's own limit, or what
-            device_kv_mb holds where that is less.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: decode rows and prefill tokens of one step.
-        prefill_chunk_tokens: longest part of one prompt in one step; None for whatever fits the step.
-        max_waiting: sequences that may wait; more are refused.
-        seed: of the random draws of requests that bring no seed.
-        enable_lora: serve adapters.
-        max_lora_rank: largest rank of an adapter.
-        lora_strategy: "auto" (resident where there is room, else near_data), or one that is preferred: "resident",
-            "fetch", "near_data" or "split". An adapter waits for room while others hold it; one that can never have
-            room is served by fetch.
-        attention_strategy: what attends to KV pages that are not on the device: "auto" (distributed), "local" or
-            "distributed".
-        tensor_parallel_size: devices that share the model; heads and FFN width must divide by it.
-        pool_memory_gb: memory of the pool, GB of 2^30 bytes, all devices together: every adapter and the KV cache.
-        pool_devices: pool devices that the memory belongs to, in equal parts.
-        pool_placement: "pinned" (an adapter lies on one pool device) or "striped" (by rank over all of them).
-        device_adapter_mb: device memory for adapters, MB of 2^20 bytes, of each device.
-        device_kv_mb: device memory for KV pages, MB of 2^20 bytes, of each device.
-        page_tokens: tokens of a KV page; a power of two, at most 128.
-        compilation_cache_dir: where compiled programs are kept between runs; None keeps none.
-    """
-
-    model: str = DEFAULT_MODEL
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    prefill_chunk_tokens: int | None = None
-    max_waiting: int = 1024
-    seed: int = 0
-    enable_lora: bool = True
-    max_lora_rank: int = 64
-    lora_strategy: str = "auto"
-    attention_strategy: str = "auto"
-    tensor_parallel_size: int = 1
-    pool_memory_gb: float = 2.0
-    pool_devices: int = 1
-    pool_placement: str = "pinned"
-    device_adapter_mb: int = 256
-    device_kv_mb: int = 512
-    page_tokens: int = 16
-    compilation_cache_dir: str | None = DEFAULT_CACHE_DIR
-
-    def validate(self) -> None:
-        """Raises ValueError naming every field that cannot be, its value and what is allowed."""
-        problems = [
-            f"--{name} must be at least 1, got {value}"
-            for name in (
-                "max_model_len",
-                "max_num_seqs",
-                "max_num_batched_tokens",
-                "prefill_chunk_tokens",
-                "max_lora_rank",
-                "tensor_parallel_size",
-                "pool_devices",
-                "device_adapter_mb",
-                "device_kv_mb",
-            )
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
-        if self.page_tokens not in (1, 2, 4, 8, 16, 32, 64, 128):
-            problems.append(f"--page_tokens must be a power of two up to 128, got {self.page_tokens}")
-        if self.dtype not in ("auto", "bfloat16", "float32"):
-            problems.append(f"--dtype must be auto, bfloat16 or float32, got {self.dtype!r}")
-        if not self.pool_memory_gb > 0:
-            problems.append(f"--pool_memory_gb must be above 0, got {self.pool_memory_gb}")
-        for name, choices in (
-            ("lora_strategy", ("auto", *LORA)),
-            ("attention_strategy", ("auto", *ATTENTION)),
-            ("pool_placement", ("pinned", "striped")),
-        ):
-            if (value := getattr(self, name)) not in choices:
-                problems.append(f"--{name} must be one of {', '.join(choices)}, got {value!r}")
-        if not problems and self.max_num_batched_tokens < self.max_num_seqs:
-            problems.append(
-                f"--max_num_batched_tokens {self.max_num_batched_tokens} is below --max_num_seqs {self.max_num_seqs}: "
-                "a step could not hold one token of every sequence"
-            )
-        if problems:
-            raise ValueError("; ".join(problems))
 
 
 class Progress:

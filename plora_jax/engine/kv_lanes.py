@@ -13,6 +13,7 @@ import numpy as np
 
 from plora_jax.engine.plan import Sequence
 from strategies.lanes import ABSENT, SCRATCH_PAGES, AttentionLane, KvControl, KvLanes
+from strategies.traffic import KvUse
 
 
 class KvShape(NamedTuple):
@@ -41,22 +42,6 @@ class KvMissing(NamedTuple):
     slots: Any
     rounds: Any
     near_groups: Any
-
-
-class KvUse(NamedTuple):
-    """What the ledger needs to know of a phase.
-
-    Attributes:
-        rounds: rounds of the stream.
-        streamed_pages: pages in it.
-        near_queries: queries that are attended near the data, by pool device [D].
-        any: whether pages are streamed or attended near the data.
-    """
-
-    rounds: int
-    streamed_pages: int
-    near_queries: tuple[int, ...]
-    any: bool
 
 
 class PhaseKv(NamedTuple):
@@ -141,5 +126,5 @@ class KvPacker:
             AttentionLane(self._tables, self._positions, first, end),
             KvMissing(self._slots, np.int32(rounds), np.int32(self._near_groups)),
             KvControl(stream, self._near, self._positions, first, end),
-            KvUse(rounds, self._streamed, near, bool(rounds or self._near_groups)),
+            KvUse(rounds, self._streamed, near),
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from memory_pool.adapter_pool import PlacedAdapter
 from plora_jax.config import ModelConfig
 from plora_jax.engine.batch import PREFILL_BLOCK, BatchShape, Bucket, StepUse
-from plora_jax.engine.kv_lanes import KvPacker, KvUse
+from plora_jax.engine.kv_lanes import KvPacker
 from plora_jax.engine.lora_lanes import AdapterUse
 from strategies import outer_traffic, traffic
 from strategies.strategy_table import ATTENTION, LORA
@@ -64,7 +64,7 @@ class StepTraffic:
                 yield from self._of_lane(phase, name, self._lora_use(phase, name, adapters))
         for phase, kv in (("decode", use.decode), ("prefill", use.prefill)):
             for strategy in ATTENTION.values():
-                yield from strategy.traffic(self._kv[phase], _kv_use(kv))
+                yield from strategy.traffic(self._kv[phase], kv)
 
     def loop_counts(self, use: StepUse) -> dict[str, int]:
         """How often what is data in the program runs, for `memory_pool.audit`."""
@@ -76,7 +76,7 @@ class StepTraffic:
             else:
                 counts |= outer_traffic.loop_counts(self._lora[phase], uses)
         for phase, kv in (("decode", use.decode), ("prefill", use.prefill)):
-            counts |= traffic.kv_loop_counts(self._kv[phase], _kv_use(kv))
+            counts |= traffic.kv_loop_counts(self._kv[phase], kv)
         return counts
 
     def _of_lane(self, phase: str, name: str, use: traffic.LoraUse) -> Sequence[traffic.Bytes]:
@@ -128,7 +128,3 @@ class StepTraffic:
             pool_devices=shape.pool_devices,
             shards=self._shards,
         )
-
-
-def _kv_use(use: KvUse) -> traffic.KvUse:
-    return traffic.KvUse(use.rounds, use.streamed_pages, use.near_queries)

@@ -21,11 +21,11 @@ from memory_pool.adapter_pool import PlacedAdapter
 from plora_jax.checkpoints import load_config
 from plora_jax.engine.batch import LORA_PHASES, BatchShape, Bucket, StepUse
 from plora_jax.engine.build import EngineConfig, build_engine, page_layout
-from plora_jax.engine.kv_lanes import KvUse
 from plora_jax.engine.lora_lanes import AdapterUse
 from plora_jax.engine.traffic import LAYER_GROUPS, StepTraffic
 from plora_jax.parallel import EMBEDDING, HEAD, ROW_PARALLEL, TensorParallel
 from strategies.low_rank import CHUNK_ROWS
+from strategies.traffic import KvUse
 
 ROOT = Path(__file__).parent.parent.parent
 PACK = ROOT / "tests" / "data" / "conformance"
@@ -155,7 +155,7 @@ def bytes_of_one_device(plan: TensorParallel, *, lora=None, kv=None) -> dict:
     if lora:
         phase, strategy, projections = lora
         lanes[phase] = {strategy: [lane_of(plan, strategy, projections)]}
-    nothing = KvUse(0, 0, (0,), False)
+    nothing = KvUse()
     found = {}
     for crossing, size in traffic.of(StepUse(lanes, kv or nothing, nothing)):
         if crossing.object != "control":
@@ -214,8 +214,8 @@ def test_bytes_with_padding_fall_on_one_device_as_those_without(strategy):
 
 
 KV_USE = {
-    "local": KvUse(rounds=1, streamed_pages=10, near_queries=(0,), any=True),
-    "distributed": KvUse(rounds=0, streamed_pages=0, near_queries=(5,), any=True),
+    "local": KvUse(rounds=1, streamed_pages=10, near_queries=(0,)),
+    "distributed": KvUse(rounds=0, streamed_pages=0, near_queries=(5,)),
 }
 
 
