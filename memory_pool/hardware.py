@@ -4,8 +4,8 @@
     parse_hardware("calibration.json")           measured figures, or presets put together another way
     parse_link("cxl3"), parse_link("128:200")    a preset, or GB/s per direction and nanoseconds
 
-Cost models and planners take these; nothing here is measured. A file holds a HardwareSpec as JSON, every figure in SI
-units under the name of its field; a part may also be the name of a preset:
+Cost models and planners take these; nothing here is measured but what a file has under "calibration". A file holds a
+HardwareSpec as JSON, every figure in SI units under the name of its field; a part may also be the name of a preset:
 
     {"name": "mine", "device": "h100", "link": "128:200", "pool_device": "paper", "num_pool_devices": 8}
 
@@ -17,29 +17,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
+
+from memory_pool.calibration import Calibration, calibration_from_json
+from memory_pool.figures import HardwareError, check_figures, checked_fields
 
 _T = TypeVar("_T")
 
 GIGA, TERA = 1e9, 1e12
 CORES, MEMORY = "cores", "memory"
 SHAREABLE = (CORES, MEMORY)
-
-
-class HardwareError(ValueError):
-    """Hardware that is not known or cannot be; says in one line what is allowed."""
-
-
-def _check(spec: Any, *, positive: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
-    for name in (*positive, *not_negative):
-        value = getattr(spec, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value < 0 or (name in positive and value == 0):
-            least = "above 0" if name in positive else "0 or more"
-            raise HardwareError(f"{name} {value!r} of a {type(spec).__name__} must be a finite number, {least}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +50,7 @@ class DeviceSpec:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _check(self, positive=("flops_per_s", "memory_bytes_per_s", "memory_bytes"))
+        check_figures(self, positive=("flops_per_s", "memory_bytes_per_s", "memory_bytes"))
 
     def flops(self, dtype: str) -> float:
         """FLOP/s for a dtype such as "float32"."""
@@ -87,7 +76,7 @@ class LinkSpec:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _check(self, positive=("to_device_bytes_per_s", "to_pool_bytes_per_s"), not_negative=("latency_s",))
+        check_figures(self, positive=("to_device_bytes_per_s", "to_pool_bytes_per_s"), not_negative=("latency_s",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +99,7 @@ class PoolDeviceSpec:
 
     def __post_init__(self) -> None:
         sizes = tuple(name for name in ("capacity_bytes", "buffer_bytes") if getattr(self, name) is not None)
-        _check(self, positive=("dram_bytes_per_s", *sizes), not_negative=("near_flops_per_s",))
+        check_figures(self, positive=("dram_bytes_per_s", *sizes), not_negative=("near_flops_per_s",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +121,7 @@ class CommandLatencies:
     dram_write_s: float = 40e-9
 
     def __post_init__(self) -> None:
-        _check(self, not_negative=tuple(field.name for field in dataclasses.fields(self)))
+        check_figures(self, not_negative=tuple(field.name for field in dataclasses.fields(self)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,6 +137,7 @@ class HardwareSpec:
         shared: of SHAREABLE, what device and pool are one and the same of. Where they share cores, the compute of the
             device and near the data add up instead of running at once; where they share memory, its reads do.
         commands: fixed times of the read path.
+        calibration: what the functions of a step were measured to take, if they were.
     """
 
     name: str
@@ -157,6 +147,7 @@ class HardwareSpec:
     num_pool_devices: int = 1
     shared: frozenset[str] = frozenset()
     commands: CommandLatencies = CommandLatencies()
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_pool_devices, int) or self.num_pool_devices < 1:
@@ -177,7 +168,10 @@ class HardwareSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `hardware_from_json` takes."""
-        return {**dataclasses.asdict(self), "shared": sorted(self.shared)}
+        values = {**dataclasses.asdict(self), "shared": sorted(self.shared)}
+        if self.calibration is None:
+            del values["calibration"]
+        return values
 
 
 def _device(teraflops: float, gb_per_s: float, gb: float, source: str = "vendor's data sheet") -> DeviceSpec:
@@ -336,7 +330,7 @@ def hardware_from_json(values: Mapping[str, Any]) -> HardwareSpec:
     Raises:
         HardwareError: a field is missing, unknown or not of its kind.
     """
-    fields = dict(_fields(HardwareSpec, values, what="hardware"))
+    fields = dict(checked_fields(HardwareSpec, values, what="hardware"))
     fields["device"] = _part(DeviceSpec, fields["device"], DEVICES, what="device")
     fields["pool_device"] = _part(PoolDeviceSpec, fields["pool_device"], POOL_DEVICES, what="pool_device")
     link = fields["link"]
@@ -345,6 +339,8 @@ def hardware_from_json(values: Mapping[str, Any]) -> HardwareSpec:
         fields["shared"] = frozenset(fields["shared"])
     if "commands" in fields:
         fields["commands"] = _part(CommandLatencies, fields["commands"], {}, what="commands")
+    if fields.get("calibration") is not None:
+        fields["calibration"] = calibration_from_json(fields["calibration"])
     return HardwareSpec(**fields)
 
 
@@ -358,20 +354,4 @@ def _part(spec: type[_T], value: Any, presets: Mapping[str, _T], *, what: str) -
         if value not in presets:
             raise HardwareError(f"{what} {value!r} is unknown: choose {', '.join(presets)}, or give its figures")
         return presets[value]
-    return spec(**_fields(spec, value, what=what))
-
-
-def _fields(spec: Any, values: Any, *, what: str) -> Mapping[str, Any]:
-    fields = {field.name: field for field in dataclasses.fields(spec)}
-    if not isinstance(values, Mapping):
-        raise HardwareError(f"{what} must be an object with {', '.join(fields)}, got {values!r}")
-    needed = [
-        name
-        for name, field in fields.items()
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    if missing := [name for name in needed if name not in values]:
-        raise HardwareError(f"{what} lacks {', '.join(missing)}: it has {', '.join(needed)} at least")
-    if unknown := [name for name in values if name not in fields]:
-        raise HardwareError(f"{what} has {', '.join(unknown)}, which is unknown: allowed are {', '.join(fields)}")
-    return values
+    return spec(**checked_fields(spec, value, what=what))
