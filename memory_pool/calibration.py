@@ -63,8 +63,8 @@ class Calibration:
         to_device: a crossing to the device.
         lanes: the lanes of a phase, also empty ones, and their sum.
         matmul: products with base weights.
-        base_steps: by name of a base model, (tokens, seconds) of steps without adapters and with no context to attend
-            to, in order of tokens; a model that is not here has the seconds of `matmul`.
+        base_steps: by name of a base model, (tokens, seconds) of steps whose lanes are all empty and that have next to
+            no context, in order of tokens; a model that is not here has the seconds of `matmul` and `lanes`.
         source: machine, date and error of the fit, in words.
     """
 

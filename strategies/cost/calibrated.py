@@ -64,7 +64,7 @@ class CalibratedModel:
     mode = "calibrated"
     always_striped = False
 
-    @functools.cached_property
+    @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         return additive_groups(self.hardware, device_adds=True)
 
@@ -74,10 +74,12 @@ class CalibratedModel:
         """As `CostModel.adapters`; an adapter that is striped has an equal part of its work on every pool device."""
         amounts = adapter_amounts(self.shape, features, tokens, rows=size.rows)
         count, phases = features.pieces.shape
-        work = np.stack([amounts[name] for name in ADAPTER_AMOUNTS], axis=-1).reshape(count * phases, -1)
+        work = np.stack([amounts[name] for name in ADAPTER_AMOUNTS], axis=-1).reshape(
+            count * phases, len(ADAPTER_AMOUNTS)
+        )
         load_s = np.empty((count, len(LORA_COLUMNS), phases, len(RESOURCES)))
         for s in range(len(LORA_COLUMNS)):
-            load_s[:, s] = (work @ self._of_adapters[:, s, :_SERIAL]).reshape(count, phases, -1)
+            load_s[:, s] = (work @ self._of_adapters[:, s, :_SERIAL]).reshape(count, phases, len(RESOURCES))
         if striped.any():
             load_s[striped, ..., NEAR_FLOPS:] /= self.hardware.num_pool_devices
         serial_s = np.zeros(load_s.shape[:-1])
@@ -93,7 +95,7 @@ class CalibratedModel:
         return LoraLoads(found[..., :_SERIAL], found[..., _SERIAL])
 
     def base(self, size: StepSize) -> np.ndarray:
-        """As `CostModel.base`: the measured step by its rows, shared out to phases as their rooflines are; or products."""
+        """As `CostModel.base`: the measured step by its rows, shared out as the phases' rooflines are; or products."""
         load_s = np.zeros((len(self.shape.phases), len(RESOURCES)))
         attention_call = self.shape.attention.layers * self.calibration.device_attention.call_s
         load_s[self.shape.attention_phase, DEVICE_FLOPS] = attention_call

@@ -138,7 +138,7 @@ def adapter_work(shape: ModelShape, features: AdapterFeatures, tokens: np.ndarra
 
 
 def reads(shape: ModelShape, tokens: np.ndarray) -> np.ndarray:
-    """[N, F] or [N, 1], how often one copy of a matrix is read for these tokens: once, or once an expert that they hit."""
+    """[N, F] or [N, 1], how often a matrix is read for these tokens: once, or once an expert that they hit."""
     if all(phase.experts == 1 for phase in shape.phases):
         return distinct(tokens, 1, 1)[:, None]
     return np.stack([distinct(tokens, phase.experts, phase.chosen) for phase in shape.phases], axis=1)

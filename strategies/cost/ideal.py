@@ -63,7 +63,7 @@ class IdealModel:
     mode = "ideal"
     always_striped = False
 
-    @functools.cached_property
+    @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         if not self.pipelined or self.hardware.shared:
             return additive_groups(self.hardware, device_adds=False)
@@ -121,7 +121,7 @@ class IdealModel:
         return load_s
 
     def attention(self, kv: KvLoad) -> AttentionLoads:
-        """As `CostModel.attention`. Every pool device gets all queries; what is scaled by 1 - P is a little too much."""
+        """As `CostModel.attention`. Every pool device gets all queries, whatever P is; here they shrink with 1 - P."""
         work, devices = attention_work(self.shape, kv), self.hardware.num_pool_devices
         device_s = np.zeros(len(RESOURCES))
         device_s[DEVICE_MEMORY] = work.read_bytes / self.hardware.device.memory_bytes_per_s

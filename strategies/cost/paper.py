@@ -140,7 +140,7 @@ class PaperModel:
         layers[np.arange(len(layers)), self.shape.phase_of] = [self.shape.phases[f].layers for f in self.shape.phase_of]
         load_s = np.zeros((len(tokens), len(LORA_COLUMNS), len(self.shape.phases), len(RESOURCES)))
         for column, side in zip((TO_POOL, DEVICE_MEMORY), sides, strict=True):
-            load_s[..., column] = np.minimum(side @ layers, _NEVER).swapaxes(0, 1)
+            load_s[..., column] = (np.minimum(side, _NEVER) @ layers).swapaxes(0, 1)
         return LoraLoads(load_s, np.zeros(load_s.shape[:-1]))
 
     def lanes(self, touched: np.ndarray, size: StepSize) -> LoraLoads:

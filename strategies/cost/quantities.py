@@ -38,7 +38,7 @@ ADAPTER_AMOUNTS = (
     "chunk_bytes",
     "chunk_flops",
 )
-"""Amounts that each adapter adds: its matrices, bytes read and read again, FLOPs; of streams, its part of whole chunks."""
+"""Amounts that each adapter adds: its matrices, bytes read and read again, FLOPs, its part of whole chunks."""
 LANE_AMOUNTS = (
     "calls",
     "matrices",

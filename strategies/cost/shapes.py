@@ -1,7 +1,8 @@
 """A base model as a cost model sees it: the phases of a step, their matrices, their weights, its attention.
 
-The phases of all layers are taken together: qkv of all layers, attention of all layers, and so on. Matrices of one phase
-read the same input. Experts are copies of a phase's matrices of which a token takes some. Numbers are of one shard.
+The phases of all layers are taken together: qkv of all layers, attention of all layers, and so on. Matrices of one
+phase read the same input. Experts are copies of a phase's matrices of which a token takes some. Numbers are of one
+shard.
 
 Projections outside the layers (embedding and head) have base weights here but no adapters.
 """

@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from memory_pool.hardware import HardwareSpec
-from strategies.cost.attention_work import KvLoad, attention_work
+from strategies.cost.attention_work import AttentionWork, KvLoad, attention_work
 from strategies.cost.calibrated import CalibratedModel
-from strategies.cost.columns import ATTENTION_COLUMNS, LORA_COLUMNS, NEAR_DATA, NEEDS_A, NEEDS_B, SPLIT
+from strategies.cost.columns import ATTENTION_COLUMNS, LORA_COLUMNS, NEAR_DATA, NEAR_FLOPS, NEEDS_A, NEEDS_B, SPLIT
 from strategies.cost.cost_model import CostModel, LoraLoads, StepSize
 from strategies.cost.features import AdapterFeatures
 from strategies.cost.ideal import IdealModel
@@ -46,7 +46,8 @@ def cost_model(shape: ModelShape, hardware: HardwareSpec, mode: str = "ideal") -
         raise ValueError(f"mode {mode!r} of the cost model is unknown: choose {', '.join(MODES)}")
     if hardware.calibration is None:
         raise ValueError(
-            f"hardware {hardware.name} has no calibration: measure it with python -m launch.calibrate, or choose mode ideal"
+            f"hardware {hardware.name} has no calibration: "
+            "measure it with python -m launch.calibrate, or choose mode ideal"
         )
     return CalibratedModel(shape, hardware, hardware.calibration)
 
@@ -87,12 +88,14 @@ def plan_problem(
         horizon_steps: over which the cost of a move is spread.
         adapter_budget_bytes: limit for adapters alone.
         kv_budget_bytes: limit for KV alone.
+
+    Raises:
+        ValueError: adapters and KV do not fit into a pool device.
     """
     count, hardware = len(adapters.ranks), model.hardware
     tokens = np.asarray(tokens, float)
-    home = np.zeros(count, int) if home is None else np.asarray(home)
-    if model.always_striped:
-        home = np.full(count, STRIPED)
+    everywhere = STRIPED if model.always_striped else 0
+    home = np.full(count, everywhere) if home is None or model.always_striped else np.asarray(home)
     near_data = near_data and hardware.pool_device.near_flops_per_s > 0
     size = StepSize(
         tokens=kv.tokens,
@@ -101,11 +104,10 @@ def plan_problem(
         max_rank=int(adapters.ranks.max(initial=0)),
         striped=bool((home == STRIPED).any()),
     )
-    loads = _adapter_loads(model, adapters, tokens, home == STRIPED, size)
-    lanes = model.lanes((adapters.pieces > 0).any(axis=0), size)
+    loads, lanes = _adapter_loads(model, adapters, tokens, home == STRIPED, size), _lane_loads(model, adapters, size)
+    base, work = model.base(size), attention_work(model.shape, kv)
+    _check_capacity(hardware, adapters, home, work.stored_bytes * kv.share_of(hardware.num_pool_devices))
     current = np.full(count, NOWHERE) if current is None else np.asarray(current)
-    device_bytes = np.outer(adapters.stored_a_bytes, NEEDS_A) + np.outer(adapters.stored_b_bytes, NEEDS_B)
-    base = model.base(size)
     return PlanProblem(
         strategies=LORA_COLUMNS,
         phases=tuple(phase.name for phase in model.shape.phases),
@@ -118,7 +120,7 @@ def plan_problem(
         fixed_serial_s=lanes.serial_s,
         base_load_s=np.repeat(base[:, None], hardware.num_pool_devices, axis=1),
         base_serial_s=np.zeros(len(base)),
-        device_bytes=device_bytes,
+        device_bytes=np.outer(adapters.stored_a_bytes, NEEDS_A) + np.outer(adapters.stored_b_bytes, NEEDS_B),
         allowed=_allowed(allowed, count, near_data=near_data),
         active=tokens >= 1 if active is None else np.asarray(active, bool),
         current=current,
@@ -127,10 +129,10 @@ def plan_problem(
         kv=_kv_choice(
             model,
             kv,
+            work,
             near_data=near_data,
             horizon_steps=horizon_steps,
-            adapter_budget_bytes=adapter_budget_bytes,
-            kv_budget_bytes=kv_budget_bytes,
+            budgets=(adapter_budget_bytes, kv_budget_bytes),
         ),
     )
 
@@ -147,6 +149,30 @@ def _adapter_loads(
     found = model.adapters(adapters.take(busy), tokens[busy], striped=striped[busy], size=size)
     load_s[busy], serial_s[busy] = found
     return LoraLoads(load_s, serial_s)
+
+
+def _lane_loads(model: CostModel, adapters: AdapterFeatures, size: StepSize) -> LoraLoads:
+    """Loads of lanes. Pool devices that are one and the same add up, but pinned adapters have one call for all."""
+    touched = np.asarray(np.any(adapters.pieces > 0, axis=0))
+    lanes, devices = model.lanes(touched, size), model.hardware.num_pool_devices
+    if model.hardware.shared and not size.striped and devices > 1:
+        lanes.load_s[..., NEAR_FLOPS:] /= devices
+    return lanes
+
+
+def _check_capacity(hardware: HardwareSpec, adapters: AdapterFeatures, home: np.ndarray, kv_bytes: np.ndarray) -> None:
+    capacity, devices = hardware.pool_device.capacity_bytes, hardware.num_pool_devices
+    if capacity is None:
+        return
+    stored = adapters.stored_a_bytes + adapters.stored_b_bytes
+    striped = home == STRIPED
+    held = kv_bytes + stored[striped].sum() / devices
+    held = held + np.bincount(home[~striped], stored[~striped], minlength=devices)
+    if (fullest := float(held.max())) > capacity:
+        raise ValueError(
+            f"pool device {int(held.argmax())} would hold {fullest / 1e9:.0f} GB of adapters and KV, it has "
+            f"{capacity / 1e9:.0f}: take more pool devices, spread homes, or serve fewer adapters"
+        )
 
 
 def _allowed(allowed: np.ndarray | None, count: int, *, near_data: bool) -> np.ndarray:
@@ -170,13 +196,13 @@ def _move_s(model: CostModel, adapters: AdapterFeatures, home: np.ndarray, curre
 def _kv_choice(
     model: CostModel,
     kv: KvLoad,
+    work: AttentionWork,
     *,
     near_data: bool,
     horizon_steps: float,
-    adapter_budget_bytes: float | None,
-    kv_budget_bytes: float | None,
+    budgets: tuple[float | None, float | None],
 ) -> KvChoice:
-    loads, work = model.attention(kv), attention_work(model.shape, kv)
+    loads = model.attention(kv)
     kept = len(ATTENTION_COLUMNS) if near_data else 1
     largest = work.stored_bytes * float(kv.share_of(model.hardware.num_pool_devices).max())
     return KvChoice(
@@ -188,7 +214,7 @@ def _kv_choice(
         pool_serial_s=loads.serial_s[:kept],
         current_fraction=kv.current_fraction,
         move_s=float(model.crossing_s(largest)) / horizon_steps,
-        adapter_budget_bytes=adapter_budget_bytes,
-        kv_budget_bytes=kv_budget_bytes,
+        adapter_budget_bytes=budgets[0],
+        kv_budget_bytes=budgets[1],
         min_fraction=kv.min_fraction,
     )
