@@ -51,7 +51,7 @@ def test_grid_point_of_the_strategies_benchmark_is_predicted_exactly():
             exact = predicted_s(CALIBRATION, lane_quantities(SHAPE, features, tokens, strategy=strategy, rows=128))
             found = step_s(problem, s, kv_fraction=1.0) - common
             if strategy == "fetch":
-                assert 0 < found - exact < 0.5 / (rank * 32 / 64) * exact
+                assert found - exact == pytest.approx(0.5 / (rank * 32 / 64) * exact, rel=0.05)
             else:
                 assert found == pytest.approx(exact, rel=1e-9)
             assert step_s(without, s, kv_fraction=1.0) < step_s(problem, s, kv_fraction=1.0)

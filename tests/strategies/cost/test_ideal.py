@@ -159,6 +159,28 @@ def test_inputs_cross_once_a_group_and_striped_ones_to_every_device():
     assert problem.fixed_load_s[NEAR_DATA, 0, TO_POOL] == pytest.approx(32 * 200e-9)
 
 
+def test_split_reads_a_near_the_data_and_b_on_the_device():
+    shape, rank, tokens = one_matrix(inputs=1024, outputs=8192), 16, 1
+    problem = plan_problem(
+        cost_model(shape, PAPER), all_ranks(shape, [rank]), NO_KV, tokens=np.array([tokens]), budget_bytes=1e12
+    )
+    assert problem.load_s[0, SPLIT, 0, NEAR_MEMORY] == pytest.approx(rank * 1024 * 2 / 1088e9)
+    assert problem.load_s[0, SPLIT, 0, TO_DEVICE] == pytest.approx(rank * 2 / 128e9)
+    assert problem.serial_s[0, SPLIT, 0] == pytest.approx(rank * 8192 * 2 / 3350e9)
+    assert problem.device_bytes[0].tolist() == [rank * 9216 * 2, 0, 0, rank * 8192 * 2]
+
+
+def test_device_merges_what_every_pool_device_sends():
+    kv = decoding([1000, 1000])
+    out_bytes = 2 * 32 * 32 * (128 * 2 + 8)
+    local, distributed = IdealModel(model("Llama-2-7b"), PAPER).attention(kv).serial_s
+    assert local == pytest.approx(32 * 200e-9)
+    assert distributed - local == pytest.approx(4 * out_bytes / 3350e9)
+    loads = IdealModel(model("Llama-2-7b"), PAPER).attention(kv).pool_s[1]
+    assert loads[:, TO_DEVICE] == pytest.approx(np.full(4, out_bytes / 128e9))
+    assert loads[:, TO_POOL] == pytest.approx(np.full(4, 2 * 32 * 32 * 128 * 2 / 128e9))
+
+
 def test_untouched_projections_cost_nothing():
     shape = model("Llama-3-8B")
     ranks = np.zeros((1, 7), int)

@@ -129,11 +129,11 @@ def test_streams_take_whole_chunks_of_every_projection():
 def test_kernels_read_once_and_pass_again_for_tokens_that_do_not_fit():
     assert passes(np.array([1, 3, 4, 5, 8.0]), 4).tolist() == [1, 3, 1, 2, 2]
     features = adapter_features(SHAPE, np.full((2, 7), 8))
-    found = lane_quantities(SHAPE, features, np.array([1, 6]), strategy="near_delta", rows=8)
+    found = lane_quantities(SHAPE, features, np.array([1, 8]), strategy="near_delta", rows=8)
     a, b = features.a_bytes.sum(axis=1), features.b_bytes.sum(axis=1)
     assert found["near_delta.byte_s"] == pytest.approx((a + b).sum())
-    assert found["near_delta.again_byte_s"] == pytest.approx(2 * a[1] + 2 * b[1])
-    assert found["near_delta.flop_s"] == pytest.approx(2 * (a + b) @ [1, 6] / 2)
+    assert found["near_delta.again_byte_s"] == pytest.approx(a[1] + 3 * b[1])
+    assert found["near_delta.flop_s"] == pytest.approx(2 * (a + b) @ [1, 8] / 2)
     assert found["near_delta.call_s"] == 4 * 30
     assert found["near_delta.piece_s"] == 2 * 7 * 30
 
