@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from tests.strategies.cost.models import (
     PAPER_RANKS,
     all_ranks,
     alone_s,
+    link_of,
     model,
     one_matrix,
     step_s,
@@ -33,6 +36,16 @@ def test_many_tokens_are_bound_by_compute():
     assert fetch == pytest.approx(2248e-9)
     assert near_data == pytest.approx(200e-9 + 4 * 4096 * 1000 / 128e9 + flops / 8e12)
     assert split == pytest.approx(200e-9 + 2 * 1000 * (4096 + 16) / 128e9 + flops / 2 / 8e12)
+
+
+def test_split_takes_the_longer_of_its_two_sides():
+    instant = dataclasses.replace(
+        CHECKED,
+        link=dataclasses.replace(link_of(1e9), latency_s=0.0),
+        pool_device=dataclasses.replace(CHECKED.pool_device, near_flops_per_s=1e21),
+    )
+    assert matrix_times(1, 16, 4096, 4096, hardware=instant)[3] == pytest.approx(16 * 4096 * 2 / 1935e9)
+    assert matrix_times(1000, 16, 4096, 4096, hardware=instant)[3] == pytest.approx(2 * 1000 * 4096 * 16 / 312e12)
 
 
 def test_times_are_vectorised_and_nothing_costs_nothing():
