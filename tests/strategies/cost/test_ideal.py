@@ -99,7 +99,7 @@ def test_pool_devices_help_as_much_as_in_the_reference():
     """27, 51, 69, 83, 92 % of the limit: up to three points less.
 
     The limit is a pool whose memory and compute take no time. Here all 16 devices send partial outputs that the device
-    merges one after the other (1.2 % of a step), and A and B are those of the ranks above.
+    merges one after the other (0.8 % of a step), and A and B are those of the ranks above.
     """
     free = dataclasses.replace(PAPER.pool_device, dram_bytes_per_s=1e18, near_flops_per_s=1e18)
     limit = step_s(paper_step(with_devices(16, dataclasses.replace(PAPER, pool_device=free))), NEAR_DATA)
