@@ -1,0 +1,197 @@
+"""Improvements of a decision that keep what it is made of: make it fit, the best P, single moves, and exchanges of two.
+
+All of them change a `Decision` in place, and none makes one that fits dearer or unfit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from strategies.planner.decision import Decision, Moves
+from strategies.planner.prices import fractions
+
+_AT_ONCE = 16
+"""Single moves tried together."""
+
+_EXCHANGES = 40
+"""Most promising moves of which all pairs are tried."""
+
+_GAIN = 1e-9
+"""Of the step: smaller gains are rounding."""
+
+
+def make_fit(decision: Decision, costs: np.ndarray) -> None:
+    """Brings a decision within all limits, by the least cost a byte; P gives way where that is cheaper.
+
+    Args:
+        decision: to change.
+        costs: [N, S] seconds, `Folded.costs` at prices near those of the decision.
+    """
+    problem, kv = decision.folded.problem, decision.folded.problem.kv
+    for _ in range(decision.folded.num_columns):
+        over = decision.bytes - problem.adapter_budget_bytes
+        if over <= 0:
+            break
+        _shed(decision, costs, over)
+    for _ in range(decision.folded.num_columns):
+        over = float(decision.overshoot(decision.bytes, decision.fraction))
+        if over <= 0:
+            return
+        options = []
+        if (decision.fraction - kv.min_fraction) * kv.device_bytes >= over:
+            fewer = decision.copy()
+            fewer.fraction = max(kv.min_fraction, decision.fraction - over * (1 + 1e-9) / kv.device_bytes)
+            options.append(fewer)
+        smaller = decision.copy()
+        if _shed(smaller, costs, over) or not options:
+            options.append(smaller)
+        decision.take(min(options, key=Decision.value))
+
+
+def _shed(decision: Decision, costs: np.ndarray, over: float) -> bool:
+    """Moves adapters to columns of fewer bytes until `over` bytes are free or nothing is left; says whether they are."""
+    folded, problem = decision.folded, decision.folded.problem
+    now = decision.columns
+    freed = problem.device_bytes[folded.rows, now][:, None] - problem.device_bytes
+    loss = costs - costs[folded.rows, now][:, None]
+    rate = np.where((freed > 0) & problem.allowed, loss / np.maximum(freed, 1e-300), np.inf)
+    to = rate.argmin(axis=1)
+    order = np.argsort(rate[folded.rows, to])
+    order = order[np.isfinite(rate[order, to[order]])]
+    total = np.cumsum(freed[order, to[order]])
+    number = min(int(np.searchsorted(total, over)) + 1, len(order))
+    decision.apply(Moves(order, to[order], decision.fraction, 0), number, decision.fraction)
+    return bool(number and total[number - 1] >= over)
+
+
+def best_fraction(decision: Decision) -> None:
+    """Gives KV the best attention strategy and P for the adapters as they are, exactly."""
+    problem, kv = decision.folded.problem, decision.folded.problem.kv
+    edges = fractions(decision.folded)
+    most = min(float(edges[-1]), problem.max_fraction(decision.bytes))
+    if most < kv.min_fraction:
+        return
+    best = decision.value() if decision.fits and decision.fraction <= most else np.inf
+    for attention in range(len(kv.strategies)):
+        trial = decision.copy()
+        trial.attention = attention
+        for low, high in ((edges[0], min(edges[1], most)), (edges[1], most)):
+            if high < low:
+                continue
+            for fraction in _bends(trial, float(low), float(high)):
+                trial.fraction = fraction
+                if (value := trial.value()) < best:
+                    best, decision.attention, decision.fraction = value, attention, fraction
+
+
+def _bends(decision: Decision, low: float, high: float) -> list[float]:
+    """The ends, and where the largest of the places' lines in P is least: by tangents from both sides."""
+    folded, kv = decision.folded, decision.folded.problem.kv
+    slope = folded.kv_device - folded.kv_pool[decision.attention]
+    at_zero = decision.all_loads()[kv.phase] - decision.fraction * slope
+    move_s = kv.move_s if low >= kv.current_fraction else 0.0
+    ends, left, right = [low, high], low, high
+    for _ in range(len(slope)):
+        a, b = int((at_zero + left * slope).argmax()), int((at_zero + right * slope).argmax())
+        if slope[a] + move_s >= 0 or slope[b] + move_s <= 0 or a == b:
+            return ends
+        middle = min(max(float((at_zero[a] - at_zero[b]) / (slope[b] - slope[a])), left), right)
+        at = int((at_zero + middle * slope).argmax())
+        if at in (a, b) or middle in (left, right):
+            return [*ends, middle]
+        left, right = (middle, right) if slope[at] + move_s < 0 else (left, middle)
+    return [*ends, left, right]
+
+
+class _Singles(NamedTuple):
+    """Every single move of some rows: [M, S] each, and loads of places [M, S, F, Q]."""
+
+    loads: np.ndarray
+    own: np.ndarray
+    bytes: np.ndarray
+
+
+def _singles(decision: Decision, rows: np.ndarray) -> _Singles:
+    folded, problem, s = decision.folded, decision.folded.problem, decision.folded.num_columns
+    now = decision.columns[rows]
+    change = folded.load[rows] - folded.load[rows, now][:, None]
+    loads = folded.places_of(change.reshape(len(rows), s, folded.num_phases, -1), folded.home[rows])
+    own = folded.own[rows] - folded.own[rows, now][:, None]
+    if folded.has_fixed:
+        acting, other = problem.active[rows], np.arange(s) != now[:, None]
+        opens = acting[:, None] & (decision.count == 0)
+        closes = (acting & (decision.count[now] == 1))[:, None] & other
+        if opens.any() or closes.any():
+            loads = loads + opens[..., None, None] * folded.fixed - closes[..., None, None] * folded.fixed[now][:, None]
+            own = own + opens * folded.fixed_serial - closes * folded.fixed_serial[now][:, None]
+    bytes_ = problem.device_bytes[rows] - problem.device_bytes[rows, now][:, None]
+    return _Singles(loads, own, bytes_)
+
+
+def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
+    """Takes the best single moves of some rows, several at once, until none helps.
+
+    Args:
+        decision: to change.
+        rows: adapters that may move.
+        sharpness: None: gains in the objective itself. A number: gains where all places near the longest of a phase
+            count, so that a phase bound by several places is left step by step.
+        rounds: at most.
+    """
+    for _ in range(rounds):
+        singles = _singles(decision, rows)
+        base = decision.all_loads()
+        values = _longest(base + singles.loads, base, sharpness).sum(axis=-1) + singles.own
+        still = float(_longest(base, base, sharpness).sum())
+        fits = decision.overshoot(decision.bytes + singles.bytes, decision.fraction) <= 0
+        values = np.where(fits, values, np.inf)
+        to = values.argmin(axis=1)
+        gain = still - values[np.arange(len(rows)), to]
+        order = np.argsort(-gain)[:_AT_ONCE]
+        order = order[gain[order] > _GAIN * abs(still)]
+        if not len(order):
+            return
+        moves = Moves(rows[order], to[order], decision.fraction, len(order))
+        _, number, _ = decision.ladder(moves, sharpness=sharpness, byte_price=np.inf)
+        if number == 0:
+            return
+        decision.apply(moves, number, decision.fraction)
+
+
+def _longest(loads: np.ndarray, base: np.ndarray, sharpness: float | None) -> np.ndarray:
+    longest = loads.max(axis=-1)
+    if sharpness is None:
+        return longest
+    rate = sharpness / max(float(base.max(axis=-1).sum()), 1e-30)
+    return longest + np.log(np.exp(rate * (loads - longest[..., None])).sum(axis=-1)) / rate
+
+
+def exchanges(decision: Decision, rows: np.ndarray, *, rounds: int) -> None:
+    """Takes the best pair of moves of two rows, until no pair helps: one may free what the other needs."""
+    s = decision.folded.num_columns
+    for _ in range(rounds):
+        singles, base = _singles(decision, rows), decision.all_loads()
+        still = float(base.max(axis=1).sum())
+        values = (base + singles.loads).max(axis=-1).sum(axis=-1) + singles.own - still
+        values[np.arange(len(rows)), decision.columns[rows]] = np.inf
+        number = min(_EXCHANGES, int(np.isfinite(values).sum()))
+        if number < 2:
+            return
+        row, column = np.divmod(np.argpartition(values.reshape(-1), number - 1)[:number], s)
+        a, b = np.triu_indices(number, 1)
+        bytes_ = decision.bytes + singles.bytes[row[a], column[a]] + singles.bytes[row[b], column[b]]
+        good = (row[a] != row[b]) & (decision.overshoot(bytes_, decision.fraction) <= 0)
+        a, b = a[good], b[good]
+        if not len(a):
+            return
+        loads, own = singles.loads[row, column], singles.own[row, column]
+        pairs = (base + loads[a] + loads[b]).max(axis=-1).sum(axis=-1) + own[a] + own[b] - still
+        best = int(pairs.argmin())
+        two = np.array([a[best], b[best]])
+        trial = decision.copy()
+        trial.apply(Moves(rows[row[two]], column[two], decision.fraction, 2), 2, decision.fraction)
+        if trial.value() >= decision.value() - _GAIN * abs(still):
+            return
+        decision.take(trial)

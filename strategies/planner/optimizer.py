@@ -1,0 +1,302 @@
+"""The joint choice: which strategy serves each adapter, how KV is attended, and how much of it is on the device.
+
+All adapters share what bounds a phase and the device's memory, so none can be decided alone. Prices of a second on
+every place and of a byte come from the linear relaxation; adapters that have a clear best strategy at these prices take
+it, those at a tie are rounded, and what rounding spoils is mended by moves that are tried on the objective itself. Sets
+of strategies in use (each has fixed charges) and attention strategies are parts of the search: bounds from the prices
+say which of them can still hold something better.
+
+From an earlier answer (`Duals`) only the last part is done: prices change slowly, and few adapters with them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from strategies.planner.decision import Decision, Moves
+from strategies.planner.folded import Folded
+from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves
+from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
+from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
+
+_SAMPLE = 72
+"""Adapters that are heavy, and as many that stand for the others, where prices are found from fewer than all."""
+
+_GAP = 2e-3
+"""Of the objective, where the relaxation stops."""
+
+_WORTH = 3e-3
+"""Of the objective: a part of the plans that can hold no more than this is not looked into."""
+
+_NODES = 5
+"""Parts that are looked into at most."""
+
+_SMALL_CHARGES = 0.01
+"""Of the objective: fixed charges that hardly change the prices."""
+
+_CLOSE = 40
+"""Adapters nearest to a tie, which are mended."""
+
+_DIVE = 64
+"""Undecided adapters at most that are decided a few at a time."""
+
+_FEW = 3
+"""Undecided adapters that are decided at once."""
+
+_ENOUGH = 1e-3
+"""Of the objective: a plan this near to the bound is not mended."""
+
+_SHARPNESS = (200.0, 1000.0)
+_GOLDEN = 0.6180339887498949
+
+
+class Duals(NamedTuple):
+    """What the next plan of nearly the same problem starts from.
+
+    Attributes:
+        strategy: [N] columns of the plan.
+        attention: index of its attention strategy.
+        fraction: its P.
+        prices: that supported it.
+        bound_s: no plan of that problem has a smaller objective.
+    """
+
+    strategy: np.ndarray
+    attention: int
+    fraction: float
+    prices: Prices
+    bound_s: float
+
+
+def optimize(problem: PlanProblem, start: Duals | None = None) -> tuple[Plan, Duals]:
+    """The plan of least objective that was found, which fits all limits, and where to start next time.
+
+    Args:
+        problem: what is decided.
+        start: of a problem with the same adapters in the same order and the same columns; makes it several times
+            faster where little has changed.
+
+    Raises:
+        PlanError: nothing fits: pinned adapters and KV that must be on the device exceed the budget.
+    """
+    folded = Folded(problem)
+    if start is not None and len(start.strategy) == problem.num_adapters:
+        return _refined(folded, start)
+    return _searched(folded)
+
+
+def _smallest(folded: Folded) -> Decision:
+    """Every adapter in its strategy of fewest bytes, the cheapest of these, and the best P beside them."""
+    problem = folded.problem
+    bytes_ = np.where(problem.allowed, problem.device_bytes, np.inf)
+    fewest = bytes_ <= bytes_.min(axis=1, keepdims=True)
+    alone = np.where(fewest, folded.load @ np.ones(folded.load.shape[-1]) + folded.own, np.inf)
+    decision = Decision(folded, alone.argmin(axis=1), attention=0, fraction=problem.kv.min_fraction)
+    if not decision.fits or decision.bytes > problem.adapter_budget_bytes * (1 + 1e-9):
+        raise PlanError(
+            f"{problem.budget_bytes:.0f} bytes of device memory cannot hold the {decision.bytes:.0f} of pinned adapters "
+            f"and the {problem.kv.min_fraction * problem.kv.device_bytes:.0f} of KV that is being written: unpin "
+            "adapters, run fewer sequences or raise the budget"
+        )
+    best_fraction(decision)
+    return decision
+
+
+def _searched(folded: Folded) -> tuple[Plan, Duals]:
+    """Looks into the most promising part of the plans until none is left that could be better."""
+    best = _smallest(folded)
+    best_s = best.value()
+    among, sample = nodes(folded), _sample(folded)
+    open_, lost, prices = np.ones(len(among), bool), np.inf, None
+    node = Node(best.attention, np.ones(folded.num_columns, bool), charged=False)
+    relaxed = relax(folded, node, sample, scale_s=best_s, gap=_GAP)
+    costs = folded.costs(relaxed.prices.places)
+    bounds = lower_bounds(folded, relaxed.prices, costs, among)
+    for _ in range(_NODES):
+        at = int(np.where(open_, bounds, np.inf).argmin())
+        if prices is not None and bounds[at] + 0.5 * max(0.0, lost) > (1 - _WORTH) * best_s:
+            break
+        if prices is not None or not _same(folded, among[at], node, best_s):
+            relaxed = relax(folded, among[at], sample, scale_s=best_s, gap=_GAP)
+            costs = folded.costs(relaxed.prices.places)
+            bounds = np.maximum(bounds, lower_bounds(folded, relaxed.prices, costs, among))
+        open_[at] = False
+        found = _rounded(folded, among[at], relaxed, costs, scale_s=best_s, bound_s=float(bounds[at]))
+        found_s = found.value()
+        lost = min(lost, found_s - float(bounds[at]))
+        if prices is None or found_s < best_s:
+            best, best_s, prices = found, found_s, relaxed.prices
+        if not open_.any():
+            break
+    assert prices is not None
+    return _answer(best, prices, float(bounds.min()))
+
+
+def _same(folded: Folded, node: Node, uncharged: Node, scale_s: float) -> bool:
+    """Whether charges are so small that a node needs no prices of its own."""
+    charges = folded.fixed[node.columns].max(axis=2, initial=0.0).sum() + folded.fixed_serial[node.columns].sum()
+    return node.attention == uncharged.attention and bool(charges <= _SMALL_CHARGES * scale_s)
+
+
+def _sample(folded: Folded) -> Part:
+    """Adapters whose prices are those of all: the heaviest ones as they are, others by a few that stand for them."""
+    n = len(folded.rows)
+    if n <= 2 * _SAMPLE:
+        return Part(folded.rows, np.ones(n), folded.base, 0.0)
+    bytes_ = folded.problem.device_bytes
+    seconds = (folded.load @ np.ones(folded.load.shape[-1])).sum(axis=1)
+    size = seconds / max(float(seconds.sum()), 1e-300) + bytes_.sum(axis=1) / max(float(bytes_.sum()), 1.0)
+    heavy = np.argpartition(-size, _SAMPLE)[:_SAMPLE]
+    light = np.setdiff1d(folded.rows, heavy)
+    light = light[np.lexsort((size[light], folded.home[light]))]
+    picked = light[((np.arange(_SAMPLE) + 0.5) * (len(light) / _SAMPLE)).astype(int)]
+    weight = np.concatenate([np.ones(_SAMPLE), np.full(_SAMPLE, len(light) / _SAMPLE)])
+    return Part(np.concatenate([heavy, picked]), weight, folded.base, 0.0)
+
+
+def _rounded(
+    folded: Folded, node: Node, relaxed: Shares, costs: np.ndarray, *, scale_s: float, bound_s: float
+) -> Decision:
+    """A decision near the relaxed one, mended."""
+    prices, problem = relaxed.prices, folded.problem
+    total = costs + prices.adapter_byte * problem.device_bytes
+    shares = relaxed.shares if len(relaxed.shares) == len(folded.rows) else _shares(folded, node, total, prices)
+    byte_s = 3 * prices.adapter_byte + scale_s / max(1.0, float(problem.device_bytes.max(axis=1, initial=0.0).sum()))
+
+    def worth(decision: Decision) -> float:
+        return decision.value() + byte_s * float(decision.overshoot(decision.bytes, decision.fraction))
+
+    best = min(_roundings(folded, node, shares, relaxed.fraction), key=worth)
+    for sharpness in _SHARPNESS:
+        _towards(best, prices, sharpness=sharpness, byte_s=byte_s)
+    make_fit(best, costs)
+    best_fraction(best)
+    if best.value() <= bound_s * (1 + _ENOUGH):
+        return best
+    _mend(best, total)
+    if best.value() <= bound_s * (1 + _WORTH):
+        return best
+    _exchange(best, total)
+    undecided = np.flatnonzero(shares.max(axis=1) < 0.95)
+    if 1 < len(undecided) <= _DIVE:
+        dived = _dived(folded, node, shares, undecided, relaxed.fraction, scale_s=scale_s)
+        make_fit(dived, costs)
+        best_fraction(dived)
+        _mend(dived, total)
+        _exchange(dived, total)
+        best = min(best, dived, key=Decision.value)
+    return best
+
+
+def _shares(folded: Folded, node: Node, total: np.ndarray, prices: Prices) -> np.ndarray:
+    """The relaxed decision of all adapters at prices that were found from a few."""
+    usable = node.columns | ~folded.problem.active[:, None]
+    narrow = np.where(usable, total, np.inf)
+    narrow = np.where(np.isfinite(narrow.min(axis=1, keepdims=True)), narrow, total)
+    away = narrow - narrow.min(axis=1, keepdims=True)
+    shares = prices.softness / (away + prices.softness)
+    return shares / shares.sum(axis=1, keepdims=True)
+
+
+def _towards(decision: Decision, prices: Prices, *, sharpness: float, byte_s: float) -> None:
+    """Moves adapters to what is cheapest at prices between those of the relaxation and of the decision's own loads."""
+    folded = decision.folded
+    places = 0.5 * prices.places + 0.5 * decision.prices(sharpness)
+    total = folded.costs(places) + prices.adapter_byte * folded.problem.device_bytes
+    moves = _wanted(decision, total)
+    _, number, _ = decision.ladder(moves, sharpness=sharpness, byte_price=byte_s)
+    decision.apply(moves, number, decision.fraction)
+
+
+def _wanted(decision: Decision, total: np.ndarray) -> Moves:
+    """Everyone to its cheapest strategy, the largest relative gains first."""
+    rows = decision.folded.rows
+    now, to = total[rows, decision.columns], total.argmin(axis=1)
+    gain = (now - total[rows, to]) / np.maximum(np.abs(now), 1e-30)
+    order = np.argsort(-gain)[: int((gain > 1e-6).sum())]
+    return Moves(order, to[order], decision.fraction, len(order))
+
+
+def _roundings(folded: Folded, node: Node, shares: np.ndarray, fraction: float):
+    """The largest share of everyone; and shares drawn by sequences that are even over any few neighbours."""
+    largest = shares.argmax(axis=1)
+    yield Decision(folded, largest, attention=node.attention, fraction=fraction)
+    edges = shares.cumsum(axis=1)
+    for draw in range(4):
+        at = (_GOLDEN * folded.rows + draw / 4) % 1 * 0.998 + 0.001
+        column = (edges < at[:, None]).sum(axis=1)
+        column = np.where(shares[folded.rows, np.minimum(column, shares.shape[1] - 1)] > 1e-6, column, largest)
+        yield Decision(folded, column, attention=node.attention, fraction=fraction)
+
+
+def _dived(
+    folded: Folded, node: Node, shares: np.ndarray, free: np.ndarray, fraction: float, *, scale_s: float
+) -> Decision:
+    """Decides the clearest of the `free` adapters, relaxes the rest again, until all are decided."""
+    columns, shares = shares.argmax(axis=1), shares[free]
+    while True:
+        decision = Decision(folded, columns, attention=node.attention, fraction=fraction)
+        if len(free) == 0:
+            return decision
+        sums = folded.sums(columns, without=free)
+        used = decision.bytes - float(folded.problem.device_bytes[free, columns[free]].sum())
+        part = Part(free, np.ones(len(free)), folded.base + folded.places(sums), used)
+        again = relax(folded, node, part, scale_s=scale_s, gap=_GAP)
+        shares, fraction = again.shares, again.fraction
+        clear = shares.max(axis=1)
+        columns[free] = shares.argmax(axis=1)
+        free = free[clear < min(0.95, float(np.quantile(clear, 0.5)))] if len(free) > _FEW else free[:0]
+
+
+def _mend(decision: Decision, total: np.ndarray) -> None:
+    """Single moves of the adapters that are nearest to a tie."""
+    rows = _closest(decision, total)
+    for sharpness in (*_SHARPNESS, None):
+        single_moves(decision, rows, sharpness=sharpness, rounds=4)
+    best_fraction(decision)
+
+
+def _exchange(decision: Decision, total: np.ndarray) -> None:
+    exchanges(decision, _closest(decision, total), rounds=6)
+    best_fraction(decision)
+
+
+def _closest(decision: Decision, total: np.ndarray) -> np.ndarray:
+    folded = decision.folded
+    if len(folded.rows) <= _CLOSE:
+        return folded.rows
+    now = total[folded.rows, decision.columns]
+    away = total - now[:, None]
+    away[folded.rows, decision.columns] = np.inf
+    closeness = away.min(axis=1) / np.maximum(np.abs(now), 1e-30)
+    return np.argpartition(closeness, _CLOSE)[:_CLOSE]
+
+
+def _refined(folded: Folded, start: Duals) -> tuple[Plan, Duals]:
+    """The earlier plan, after the moves that its prices ask for now."""
+    problem, prices = folded.problem, start.prices
+    columns = start.strategy.astype(int)
+    barred = ~problem.allowed[folded.rows, columns]
+    costs = folded.costs(prices.places)
+    total = costs + prices.adapter_byte * problem.device_bytes
+    columns = np.where(barred, total.argmin(axis=1), columns)
+    decision = Decision(folded, columns, attention=start.attention, fraction=start.fraction)
+    make_fit(decision, costs)
+    if not decision.fits:
+        return _searched(folded)
+    moves = _wanted(decision, total)
+    _, number, _ = decision.ladder(moves, sharpness=None, byte_price=np.inf)
+    decision.apply(moves, number, decision.fraction)
+    single_moves(decision, _closest(decision, total), sharpness=None, rounds=2)
+    best_fraction(decision)
+    bound = lower_bounds(folded, prices, costs, nodes(folded)).min()
+    return _answer(decision, prices, float(bound))
+
+
+def _answer(decision: Decision, prices: Prices, bound_s: float) -> tuple[Plan, Duals]:
+    problem = decision.folded.problem
+    attention = problem.kv.strategies[decision.attention]
+    plan = evaluate(problem, decision.columns, attention, decision.fraction)
+    return plan, Duals(plan.strategy, decision.attention, decision.fraction, prices, bound_s)

@@ -1,0 +1,230 @@
+"""The linear relaxation of choosing one option a row, by an interior-point method made for its shape.
+
+Every row shares one unit among its options, and options load a few common places:
+
+    minimise   sum of cost * x + sum of t
+    so that    G x - E t + slack = limit,   sum over options of x = 1 in every row,   x, slack >= 0
+
+E has the place's phase; rows without one (memory) have no t. A Newton step needs a matrix of places alone, because
+rows are eliminated one by one: time grows linearly with rows. Rows come in blocks that touch the same places. All
+figures should be of the order of the whole objective, scaled to 1.
+
+Source: Mehrotra's predictor and corrector (SIAM J. Optimization 2, 1992).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+_STEP = 0.99
+"""Of the way to the nearest boundary."""
+
+_FEASIBLE = 1e-3
+"""Largest violation of a place's limit that counts as none."""
+
+
+class Block(NamedTuple):
+    """Consecutive rows that touch the same places.
+
+    Attributes:
+        work: [M * S, K], what every option of its M rows adds to each of them; 0 where not allowed.
+        at: [K] their indices.
+        start: of its rows, times S.
+        stop: of its rows, times S.
+    """
+
+    work: np.ndarray
+    at: np.ndarray
+    start: int
+    stop: int
+
+
+class Relaxed(NamedTuple):
+    """What the relaxation says.
+
+    Attributes:
+        shares: [N, S], x.
+        prices: [places], of a unit of work on each.
+        softness: how far from the cheapest an option still has a share worth naming.
+        steps: that it took.
+    """
+
+    shares: np.ndarray
+    prices: np.ndarray
+    softness: float
+    steps: int
+
+
+class _Point(NamedTuple):
+    """Primal and dual variables, or a direction of them."""
+
+    x: np.ndarray
+    slack: np.ndarray
+    t: np.ndarray
+    z: np.ndarray
+    prices: np.ndarray
+
+
+class Relaxation:
+    """A problem of this shape.
+
+    Args:
+        blocks: of rows.
+        cost: [N, S].
+        allowed: [N, S] bool, at least one a row.
+        phase_of: [places], or -1 for a row without t.
+        limit: [places].
+    """
+
+    def __init__(
+        self,
+        blocks: list[Block],
+        *,
+        cost: np.ndarray,
+        allowed: np.ndarray,
+        phase_of: np.ndarray,
+        limit: np.ndarray,
+    ) -> None:
+        self.blocks = blocks
+        self.mask = allowed.astype(float)
+        self.closed = 1.0 - self.mask
+        self.barred = np.where(allowed, 0.0, np.inf)
+        self.cost = np.where(allowed, cost, 0.0)
+        self.limit = limit
+        self.phases = (phase_of[:, None] == np.arange(int(phase_of.max(initial=-1)) + 1)).astype(float)
+
+    def work(self, shares: np.ndarray) -> np.ndarray:
+        """G x."""
+        flat, total = shares.reshape(-1), np.zeros(len(self.limit))
+        for block in self.blocks:
+            total[block.at] += flat[block.start : block.stop] @ block.work
+        return total
+
+    def priced(self, prices: np.ndarray) -> np.ndarray:
+        """G' prices, [N, S]."""
+        out = np.empty(self.cost.size)
+        for block in self.blocks:
+            out[block.start : block.stop] = block.work @ prices[block.at]
+        return out.reshape(self.cost.shape)
+
+    def solve(self, *, gap: float, max_steps: int = 25) -> Relaxed:
+        """Shares and prices whose values differ by `gap` of the value or less, if `max_steps` are enough."""
+        point = self._start()
+        best_bound, aim, step = -np.inf, gap, 0
+        while True:
+            dual = self.cost + self.priced(point.prices)
+            bound = float((dual + self.barred).min(axis=1).sum() - self.limit @ point.prices)
+            best_bound = max(best_bound, bound)
+            value = float((self.cost * point.x).sum() + point.t.sum())
+            missing = self.limit - self.work(point.x) + self.phases @ point.t - point.slack
+            done = value - best_bound <= gap * abs(value) and np.abs(missing).max(initial=0.0) <= _FEASIBLE
+            if done or step == max_steps or not np.isfinite(bound):
+                break
+            moved = self._step(point, missing)
+            if moved is None:
+                break
+            point, aim = moved
+            step += 1
+        return Relaxed(point.x, point.prices, aim, step)
+
+    def _start(self) -> _Point:
+        """Inside all bounds, with prices that are feasible; limits without t may be missed."""
+        x = self.mask / self.mask.sum(axis=1, keepdims=True)
+        timed = self.phases.any(axis=1)
+        over = self.work(x) - self.limit
+        t = np.where(self.phases > 0, over[:, None], -np.inf).max(axis=0, initial=-np.inf)
+        scale = max(float(np.abs(t).max(initial=0.0)), 1e-9)
+        t = t + 0.1 * scale
+        slack = np.where(timed, self.phases @ t - over, np.maximum(-over, 0.1))
+        prices = np.where(timed, 1.0 / slack, 0.0)
+        prices = np.where(timed, prices / np.maximum(self.phases @ (self.phases.T @ prices), 1e-300), 0.1)
+        dual = self.cost + self.priced(prices)
+        least = (dual + self.barred).min(axis=1, keepdims=True)
+        mean = (dual * self.mask).sum(axis=1, keepdims=True) / self.mask.sum(axis=1, keepdims=True)
+        level = least - 0.1 * (mean - least) - 1e-4 * np.abs(least) - 1e-9
+        z = (dual - level) * self.mask + self.closed
+        return _Point(x, slack, t, z, prices)
+
+    def _step(self, point: _Point, missing: np.ndarray) -> tuple[_Point, float] | None:
+        """The next point and the complementarity it aims at; None when the equations cannot be solved."""
+        x, slack, t, z, prices = point
+        newton = _Newton(self, point, missing)
+        try:
+            newton.prepare()
+        except np.linalg.LinAlgError:
+            return None
+        gaps, slack_gaps = x * z * self.mask, slack * prices
+        total = float(gaps.sum() + slack_gaps.sum())
+        trial = newton.direction(-gaps, -slack_gaps)
+        by, dual_by = _reach(point, trial)
+        after = float(
+            ((x + by * trial.x) * (z + dual_by * trial.z) * self.mask).sum()
+            + (slack + by * trial.slack) @ (prices + dual_by * trial.prices)
+        )
+        aim = total / (self.mask.sum() + len(slack)) * min(1.0, after / total) ** 3
+        move = newton.direction(
+            (aim - gaps - trial.x * trial.z) * self.mask, aim - slack_gaps - trial.slack * trial.prices
+        )
+        by, dual_by = (min(1.0, _STEP * reach) for reach in _reach(point, move))
+        return _Point(
+            x + by * move.x, slack + by * move.slack, t + by * move.t, z + dual_by * move.z, prices + dual_by * move.prices
+        ), aim
+
+
+class _Newton:
+    """The equations of one step, reduced to the places."""
+
+    def __init__(self, problem: Relaxation, point: _Point, missing: np.ndarray) -> None:
+        self.problem, self.point, self.missing = problem, point, missing
+        self.weight = point.x / point.z * problem.mask
+        self.total = self.weight.sum(axis=1, keepdims=True)
+
+    def prepare(self) -> None:
+        """Inverts the matrix of places.
+
+        Raises:
+            LinAlgError: it is singular.
+        """
+        normal = self._normal()
+        normal[np.diag_indices_from(normal)] += self.point.slack / self.point.prices
+        self.inverse = np.linalg.inv(normal)
+        self.towards_t = self.inverse @ self.problem.phases
+        self.of_t = np.linalg.inv(self.problem.phases.T @ self.towards_t)
+
+    def _normal(self) -> np.ndarray:
+        """G (W - W 1 1' W / total) G' for the weights W of the options."""
+        places, options = len(self.problem.limit), self.weight.shape[1]
+        out, flat = np.zeros((places, places)), self.weight.reshape(-1, 1)
+        root = np.sqrt(self.total)
+        for block in self.problem.blocks:
+            weighted = block.work * flat[block.start : block.stop]
+            by_row = weighted.reshape(-1, options, len(block.at)) if weighted.size else np.zeros((0, options, 0))
+            mean = by_row[:, 0].copy()
+            for option in range(1, options):
+                mean += by_row[:, option]
+            mean /= root[block.start // options : block.stop // options][: len(mean)]
+            out[np.ix_(block.at, block.at)] += block.work.T @ weighted - mean.T @ mean
+        return out
+
+    def direction(self, gaps: np.ndarray, slack_gaps: np.ndarray) -> _Point:
+        """The move after which products of primal and dual variables have changed by `gaps`, to first order."""
+        problem, point = self.problem, self.point
+        free = gaps / point.z
+        surplus = free.sum(axis=1, keepdims=True)
+        wanted = problem.work(free - self.weight * (surplus / self.total)) + slack_gaps / point.prices - self.missing
+        base = self.inverse @ wanted
+        t = self.of_t @ (problem.phases.T @ base)
+        prices = base - self.towards_t @ t
+        priced = problem.priced(prices)
+        level = ((self.weight * priced).sum(axis=1, keepdims=True) - surplus) / self.total
+        z = (priced - level) * problem.mask
+        return _Point(free - self.weight * z, (slack_gaps - point.slack * prices) / point.prices, t, z, prices)
+
+
+def _reach(point: _Point, move: _Point) -> tuple[float, float]:
+    """How far along a move all primal, and all dual variables stay positive; at most 1 / _STEP."""
+    primal = max(-(move.x / np.maximum(point.x, 1e-300)).min(), -(move.slack / point.slack).min())
+    dual = max(-(move.z / point.z).min(), -(move.prices / point.prices).min())
+    return 1.0 / max(primal, _STEP), 1.0 / max(dual, _STEP)
