@@ -49,6 +49,7 @@ _ENOUGH = 1e-3
 """Of the objective: a plan this near to the bound is not mended."""
 
 _SHARPNESS = (200.0, 1000.0)
+_LEVELS = (200.0, 500.0, 1000.0, 3000.0)
 _GOLDEN = 0.6180339887498949
 
 
@@ -104,34 +105,66 @@ def _smallest(folded: Folded) -> Decision:
     return decision
 
 
+class _Found(NamedTuple):
+    """A decision, and the part of the plans and the relaxation it came from."""
+
+    decision: Decision
+    value_s: float
+    node: Node
+    relaxed: Shares
+    costs: np.ndarray
+
+
 def _searched(folded: Folded) -> tuple[Plan, Duals]:
     """Looks into the most promising part of the plans until none is left that could be better."""
-    best = _smallest(folded)
-    best_s = best.value()
+    smallest = _smallest(folded)
+    scale_s = smallest.value()
     among, sample = nodes(folded), _sample(folded)
-    open_, lost, prices = np.ones(len(among), bool), np.inf, None
-    node = Node(best.attention, np.ones(folded.num_columns, bool), charged=False)
-    relaxed = relax(folded, node, sample, scale_s=best_s, gap=_GAP)
+    open_, lost, best = np.ones(len(among), bool), np.inf, None
+    node = Node(smallest.attention, np.ones(folded.num_columns, bool), charged=False)
+    relaxed = relax(folded, node, sample, scale_s=scale_s, gap=_GAP)
     costs = folded.costs(relaxed.prices.places)
     bounds = lower_bounds(folded, relaxed.prices, costs, among)
     for _ in range(_NODES):
         at = int(np.where(open_, bounds, np.inf).argmin())
-        if prices is not None and bounds[at] + 0.5 * max(0.0, lost) > (1 - _WORTH) * best_s:
+        if best is not None and bounds[at] + 0.5 * max(0.0, lost) > (1 - _WORTH) * best.value_s:
             break
-        if prices is not None or not _same(folded, among[at], node, best_s):
-            relaxed = relax(folded, among[at], sample, scale_s=best_s, gap=_GAP)
+        if best is not None or not _same(folded, among[at], node, scale_s):
+            relaxed = relax(folded, among[at], sample, scale_s=scale_s, gap=_GAP)
             costs = folded.costs(relaxed.prices.places)
             bounds = np.maximum(bounds, lower_bounds(folded, relaxed.prices, costs, among))
         open_[at] = False
-        found = _rounded(folded, among[at], relaxed, costs, scale_s=best_s, bound_s=float(bounds[at]))
-        found_s = found.value()
-        lost = min(lost, found_s - float(bounds[at]))
-        if prices is None or found_s < best_s:
-            best, best_s, prices = found, found_s, relaxed.prices
+        found = _rounded(folded, among[at], relaxed, costs, float(bounds[at]))
+        lost = min(lost, found.value_s - float(bounds[at]))
+        if best is None or found.value_s < best.value_s:
+            best = found
         if not open_.any():
             break
-    assert prices is not None
-    return _answer(best, prices, float(bounds.min()))
+    assert best is not None
+    bound_s = float(bounds.min())
+    if best.value_s > bound_s * (1 + _WORTH):
+        best = _harder(folded, best, bound_s)
+    decision = best.decision if best.value_s <= scale_s else smallest
+    return _answer(decision, best.relaxed.prices, bound_s)
+
+
+def _harder(folded: Folded, best: _Found, bound_s: float) -> _Found:
+    """What takes longer, in the part of the plans where the best one was found."""
+    if len(best.relaxed.shares) < len(folded.rows):
+        everyone = Part(folded.rows, np.ones(len(folded.rows)), folded.base, 0.0)
+        relaxed = relax(folded, best.node, everyone, scale_s=best.value_s, gap=_GAP)
+        again = _rounded(folded, best.node, relaxed, folded.costs(relaxed.prices.places), bound_s)
+        best = min(best, again, key=lambda found: found.value_s)
+    decisions = [best.decision]
+    undecided = np.flatnonzero(best.relaxed.shares.max(axis=1) < 0.95)
+    if len(best.relaxed.shares) == len(folded.rows) and 1 < len(undecided) <= _DIVE:
+        decisions.append(_dived(folded, best, undecided))
+    total = best.costs + best.relaxed.prices.adapter_byte * folded.problem.device_bytes
+    for decision in decisions:
+        exchanges(decision, _closest(decision, total), rounds=8)
+        best_fraction(decision)
+    decision = min(decisions, key=Decision.value)
+    return best._replace(decision=decision, value_s=decision.value())
 
 
 def _same(folded: Folded, node: Node, uncharged: Node, scale_s: float) -> bool:
@@ -156,38 +189,24 @@ def _sample(folded: Folded) -> Part:
     return Part(np.concatenate([heavy, picked]), weight, folded.base, 0.0)
 
 
-def _rounded(
-    folded: Folded, node: Node, relaxed: Shares, costs: np.ndarray, *, scale_s: float, bound_s: float
-) -> Decision:
+def _rounded(folded: Folded, node: Node, relaxed: Shares, costs: np.ndarray, bound_s: float) -> _Found:
     """A decision near the relaxed one, mended."""
     prices, problem = relaxed.prices, folded.problem
     total = costs + prices.adapter_byte * problem.device_bytes
     shares = relaxed.shares if len(relaxed.shares) == len(folded.rows) else _shares(folded, node, total, prices)
-    byte_s = 3 * prices.adapter_byte + scale_s / max(1.0, float(problem.device_bytes.max(axis=1, initial=0.0).sum()))
+    byte_s = 3 * prices.adapter_byte + bound_s / max(1.0, float(problem.device_bytes.max(axis=1, initial=0.0).sum()))
 
     def worth(decision: Decision) -> float:
         return decision.value() + byte_s * float(decision.overshoot(decision.bytes, decision.fraction))
 
     best = min(_roundings(folded, node, shares, relaxed.fraction), key=worth)
-    for sharpness in _SHARPNESS:
-        _towards(best, prices, sharpness=sharpness, byte_s=byte_s)
+    for sharpness in _LEVELS:
+        _level(best, prices, total, sharpness=sharpness, byte_s=byte_s)
     make_fit(best, costs)
     best_fraction(best)
-    if best.value() <= bound_s * (1 + _ENOUGH):
-        return best
-    _mend(best, total)
-    if best.value() <= bound_s * (1 + _WORTH):
-        return best
-    _exchange(best, total)
-    undecided = np.flatnonzero(shares.max(axis=1) < 0.95)
-    if 1 < len(undecided) <= _DIVE:
-        dived = _dived(folded, node, shares, undecided, relaxed.fraction, scale_s=scale_s)
-        make_fit(dived, costs)
-        best_fraction(dived)
-        _mend(dived, total)
-        _exchange(dived, total)
-        best = min(best, dived, key=Decision.value)
-    return best
+    if best.value() > bound_s * (1 + _ENOUGH):
+        _mend(best, total)
+    return _Found(best, best.value(), node, relaxed, costs)
 
 
 def _shares(folded: Folded, node: Node, total: np.ndarray, prices: Prices) -> np.ndarray:
@@ -200,12 +219,18 @@ def _shares(folded: Folded, node: Node, total: np.ndarray, prices: Prices) -> np
     return shares / shares.sum(axis=1, keepdims=True)
 
 
-def _towards(decision: Decision, prices: Prices, *, sharpness: float, byte_s: float) -> None:
-    """Moves adapters to what is cheapest at prices between those of the relaxation and of the decision's own loads."""
-    folded = decision.folded
+def _level(decision: Decision, prices: Prices, total: np.ndarray, *, sharpness: float, byte_s: float) -> None:
+    """Moves adapters that are near a tie away from what the decision loads more than the relaxation did."""
+    folded, problem, rows = decision.folded, decision.folded.problem, decision.folded.rows
+    over = decision.overshoot(decision.bytes, decision.fraction) > 0
     places = 0.5 * prices.places + 0.5 * decision.prices(sharpness)
-    total = folded.costs(places) + prices.adapter_byte * folded.problem.device_bytes
-    moves = _wanted(decision, total)
+    leaning = folded.costs(places) + prices.adapter_byte * (1.2 if over else 0.9) * problem.device_bytes
+    to = leaning.argmin(axis=1)
+    gain = leaning[rows, decision.columns] - leaning[rows, to]
+    loss = np.maximum(total[rows, to] - total[rows, decision.columns], 0.0)
+    score = gain / (loss + 1e-2 * gain + 1e-30)
+    order = np.argsort(-score)[: int((gain > 0).sum())]
+    moves = Moves(order, to[order], decision.fraction, len(order))
     _, number, _ = decision.ladder(moves, sharpness=sharpness, byte_price=byte_s)
     decision.apply(moves, number, decision.fraction)
 
@@ -231,23 +256,26 @@ def _roundings(folded: Folded, node: Node, shares: np.ndarray, fraction: float):
         yield Decision(folded, column, attention=node.attention, fraction=fraction)
 
 
-def _dived(
-    folded: Folded, node: Node, shares: np.ndarray, free: np.ndarray, fraction: float, *, scale_s: float
-) -> Decision:
-    """Decides the clearest of the `free` adapters, relaxes the rest again, until all are decided."""
-    columns, shares = shares.argmax(axis=1), shares[free]
-    while True:
-        decision = Decision(folded, columns, attention=node.attention, fraction=fraction)
-        if len(free) == 0:
-            return decision
-        sums = folded.sums(columns, without=free)
-        used = decision.bytes - float(folded.problem.device_bytes[free, columns[free]].sum())
-        part = Part(free, np.ones(len(free)), folded.base + folded.places(sums), used)
-        again = relax(folded, node, part, scale_s=scale_s, gap=_GAP)
-        shares, fraction = again.shares, again.fraction
+def _dived(folded: Folded, best: _Found, free: np.ndarray) -> Decision:
+    """Decides the clearest of the `free` adapters, relaxes the rest again, until all are decided; mended."""
+    node, fraction = best.node, best.relaxed.fraction
+    columns, shares = best.relaxed.shares.argmax(axis=1), best.relaxed.shares[free]
+    while len(free):
         clear = shares.max(axis=1)
         columns[free] = shares.argmax(axis=1)
         free = free[clear < min(0.95, float(np.quantile(clear, 0.5)))] if len(free) > _FEW else free[:0]
+        if len(free) == 0:
+            break
+        used = float(folded.problem.device_bytes[folded.rows, columns].sum())
+        used -= float(folded.problem.device_bytes[free, columns[free]].sum())
+        loads = folded.base + folded.places(folded.sums(columns, without=free))
+        part = Part(free, np.ones(len(free)), loads, used)
+        shares, fraction = relax(folded, node, part, scale_s=best.value_s, gap=_GAP)[1:]
+    decision = Decision(folded, columns, attention=node.attention, fraction=fraction)
+    make_fit(decision, best.costs)
+    best_fraction(decision)
+    _mend(decision, best.costs + best.relaxed.prices.adapter_byte * folded.problem.device_bytes)
+    return decision
 
 
 def _mend(decision: Decision, total: np.ndarray) -> None:
@@ -255,11 +283,6 @@ def _mend(decision: Decision, total: np.ndarray) -> None:
     rows = _closest(decision, total)
     for sharpness in (*_SHARPNESS, None):
         single_moves(decision, rows, sharpness=sharpness, rounds=4)
-    best_fraction(decision)
-
-
-def _exchange(decision: Decision, total: np.ndarray) -> None:
-    exchanges(decision, _closest(decision, total), rounds=6)
     best_fraction(decision)
 
 

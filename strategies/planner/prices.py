@@ -199,13 +199,15 @@ class _Builder:
         problem, kv = self.folded.problem, self.folded.problem.kv
         need = float((problem.device_bytes[self.rows] * self.allowed).max(axis=1, initial=0.0) @ self.weight)
         need += part.used_bytes
+        closed = np.where(self.allowed, 0.0, np.inf)
+        least = float((problem.device_bytes[self.rows] + closed).min(axis=1, initial=np.inf) @ self.weight) * (1 + 1e-6)
         found = []
         self.has_joint = need + most * kv.device_bytes > problem.budget_bytes
         if self.has_joint:
             room = problem.budget_bytes - self.low * kv.device_bytes - part.used_bytes
-            found.append((kv.device_bytes / self.unit, room / self.unit))
+            found.append((kv.device_bytes / self.unit, max(room, least) / self.unit))
         if kv.adapter_budget_bytes is not None and need > kv.adapter_budget_bytes:
-            found.append((0.0, (kv.adapter_budget_bytes - part.used_bytes) / self.unit))
+            found.append((0.0, max(kv.adapter_budget_bytes - part.used_bytes, least) / self.unit))
         return found
 
     def _blocks(self) -> list[Block]:
