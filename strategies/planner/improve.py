@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from strategies.planner.decision import Decision, Moves
-from strategies.planner.prices import fractions
+from strategies.planner.prices import Node, fractions
 
 _AT_ONCE = 16
 """Single moves tried together."""
@@ -69,7 +69,7 @@ def _shed(decision: Decision, costs: np.ndarray, over: float) -> bool:
 def best_fraction(decision: Decision) -> None:
     """Gives KV the best attention strategy and P for the adapters as they are, exactly."""
     problem, kv = decision.folded.problem, decision.folded.problem.kv
-    edges = fractions(decision.folded)
+    edges = fractions(decision.folded, Node(0, np.ones(0, bool)))
     most = min(float(edges[-1]), problem.max_fraction(decision.bytes))
     if most < kv.min_fraction:
         return

@@ -24,7 +24,7 @@ from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
 _SAMPLE = 72
 """Adapters that are heavy, and as many that stand for the others, where prices are found from fewer than all."""
 
-_GAP = 2e-3
+_GAP = 1e-3
 """Of the objective, where the relaxation stops."""
 
 _WORTH = 3e-3
@@ -121,7 +121,7 @@ def _searched(folded: Folded) -> tuple[Plan, Duals]:
     scale_s = smallest.value()
     among, sample = nodes(folded), _sample(folded)
     open_, lost, best = np.ones(len(among), bool), np.inf, None
-    node = Node(smallest.attention, np.ones(folded.num_columns, bool), charged=False)
+    node = Node(smallest.attention, np.ones(folded.num_columns, bool), smallest.fraction >= 1, charged=False)
     relaxed = relax(folded, node, sample, scale_s=scale_s, gap=_GAP)
     costs = folded.costs(relaxed.prices.places)
     bounds = lower_bounds(folded, relaxed.prices, costs, among)
@@ -170,7 +170,8 @@ def _harder(folded: Folded, best: _Found, bound_s: float) -> _Found:
 def _same(folded: Folded, node: Node, uncharged: Node, scale_s: float) -> bool:
     """Whether charges are so small that a node needs no prices of its own."""
     charges = folded.fixed[node.columns].max(axis=2, initial=0.0).sum() + folded.fixed_serial[node.columns].sum()
-    return node.attention == uncharged.attention and bool(charges <= _SMALL_CHARGES * scale_s)
+    same_kv = (node.attention, node.whole) == (uncharged.attention, uncharged.whole)
+    return same_kv and bool(charges <= _SMALL_CHARGES * scale_s)
 
 
 def _sample(folded: Folded) -> Part:
@@ -203,9 +204,9 @@ def _rounded(folded: Folded, node: Node, relaxed: Shares, costs: np.ndarray, bou
     for sharpness in _LEVELS:
         _level(best, prices, total, sharpness=sharpness, byte_s=byte_s)
     make_fit(best, costs)
-    best_fraction(best)
     if best.value() > bound_s * (1 + _ENOUGH):
         _mend(best, total)
+    best_fraction(best)
     return _Found(best, best.value(), node, relaxed, costs)
 
 
@@ -249,8 +250,10 @@ def _roundings(folded: Folded, node: Node, shares: np.ndarray, fraction: float):
     largest = shares.argmax(axis=1)
     yield Decision(folded, largest, attention=node.attention, fraction=fraction)
     edges = shares.cumsum(axis=1)
+    turn = np.empty(len(shares))
+    turn[np.lexsort((folded.own.min(axis=1) + folded.problem.device_bytes.sum(axis=1), folded.home))] = folded.rows
     for draw in range(4):
-        at = (_GOLDEN * folded.rows + draw / 4) % 1 * 0.998 + 0.001
+        at = (_GOLDEN * turn + draw / 4) % 1 * 0.998 + 0.001
         column = (edges < at[:, None]).sum(axis=1)
         column = np.where(shares[folded.rows, np.minimum(column, shares.shape[1] - 1)] > 1e-6, column, largest)
         yield Decision(folded, column, attention=node.attention, fraction=fraction)
@@ -273,7 +276,6 @@ def _dived(folded: Folded, best: _Found, free: np.ndarray) -> Decision:
         shares, fraction = relax(folded, node, part, scale_s=best.value_s, gap=_GAP)[1:]
     decision = Decision(folded, columns, attention=node.attention, fraction=fraction)
     make_fit(decision, best.costs)
-    best_fraction(decision)
     _mend(decision, best.costs + best.relaxed.prices.adapter_byte * folded.problem.device_bytes)
     return decision
 

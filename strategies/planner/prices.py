@@ -43,11 +43,13 @@ class Node(NamedTuple):
     Attributes:
         attention: index of the attention strategy.
         columns: [S] bool, strategies that active adapters may use.
+        whole: all KV is on the device; otherwise partial results are always merged.
         charged: their fixed charges count; without, a bound of all sets and a first idea of prices.
     """
 
     attention: int
     columns: np.ndarray
+    whole: bool = False
     charged: bool = True
 
 
@@ -82,25 +84,31 @@ class Shares(NamedTuple):
 
 
 def nodes(folded: Folded) -> list[Node]:
-    """All attention strategies with all sets of columns; one set where nothing is charged for using a column."""
-    problem = folded.problem
+    """All ways to serve KV with all sets of columns; one set where nothing is charged for using a column."""
+    kv = folded.problem.kv
     sets = [np.ones(folded.num_columns, bool)]
     if folded.has_fixed:
         every = itertools.product([True, False], repeat=folded.num_columns)
-        sets = [columns for columns in map(np.array, every) if _fits(folded, columns)]
-    return [Node(a, columns) for a in range(len(problem.kv.strategies)) for columns in sets]
+        sets = [np.array(columns) for columns in every if any(columns)]
+    ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]
+    every_node = [Node(attention, columns, whole) for attention, whole in ways for columns in sets]
+    return [node for node in every_node if _fits(folded, node)]
 
 
-def _fits(folded: Folded, columns: np.ndarray) -> bool:
-    problem = folded.problem
-    usable = problem.allowed & (columns | ~problem.active[:, None])
-    least = np.where(usable, problem.device_bytes, np.inf).min(axis=1, initial=np.inf).sum()
-    return bool(least <= problem.adapter_budget_bytes * (1 + 1e-12))
+def _fits(folded: Folded, node: Node) -> bool:
+    problem, kv = folded.problem, folded.problem.kv
+    usable = problem.allowed & (node.columns | ~problem.active[:, None])
+    least = float(np.where(usable, problem.device_bytes, np.inf).min(axis=1, initial=np.inf).sum())
+    if least > problem.adapter_budget_bytes * (1 + 1e-12):
+        return False
+    return not node.whole or problem.max_fraction(least) >= 1
 
 
-def fractions(folded: Folded) -> np.ndarray:
+def fractions(folded: Folded, node: Node) -> np.ndarray:
     """Where the cost of P may bend: its least, the current one, its largest."""
     kv = folded.problem.kv
+    if node.whole:
+        return np.ones(3)
     most = 1.0
     if kv.kv_budget_bytes is not None and kv.device_bytes > 0:
         most = max(kv.min_fraction, min(1.0, kv.kv_budget_bytes / kv.device_bytes))
@@ -124,21 +132,25 @@ def lower_bounds(folded: Folded, prices: Prices, costs: np.ndarray, among: list[
     common += (prices.places * np.where(np.isfinite(folded.base), folded.base, 0.0)).sum()
     acting = np.ascontiguousarray(total[problem.active].T)
     fixed = (folded.fixed * prices.places).sum(axis=(1, 2)) + folded.fixed_serial
-    kv_s = [_kv_bound(folded, prices, attention) for attention in range(len(kv.strategies))]
     seen: dict[tuple[bool, ...], float] = {}
     for node in among:
         key = tuple(node.columns.tolist())
         if key not in seen:
             seen[key] = float(acting[node.columns].min(axis=0).sum() + fixed[node.columns].sum())
-    return np.array([common + kv_s[node.attention] + seen[tuple(node.columns.tolist())] for node in among])
+    ways = {(node.attention, node.whole): _kv_bound(folded, prices, node) for node in among}
+    by_columns = [seen[tuple(node.columns.tolist())] for node in among]
+    return np.array(
+        [common + ways[node.attention, node.whole] + s for node, s in zip(among, by_columns, strict=True)]
+    )
 
 
-def _kv_bound(folded: Folded, prices: Prices, attention: int) -> float:
-    kv, at = folded.problem.kv, fractions(folded)
-    loads = folded.kv_pool[attention] + at[:, None] * (folded.kv_device - folded.kv_pool[attention])
-    merge = np.where(at < 1, kv.pool_serial_s[attention], 0.0)
+def _kv_bound(folded: Folded, prices: Prices, node: Node) -> float:
+    kv, at = folded.problem.kv, fractions(folded, node)
+    in_pool = folded.kv_pool[node.attention]
+    loads = in_pool + at[:, None] * (folded.kv_device - in_pool)
     moved = kv.move_s * np.maximum(0.0, at - kv.current_fraction)
-    return float((loads @ prices.places[kv.phase] + prices.joint * kv.device_bytes * at + merge + moved).min())
+    merge = 0.0 if node.whole else float(kv.pool_serial_s[node.attention])
+    return merge + float((loads @ prices.places[kv.phase] + prices.joint * kv.device_bytes * at + moved).min())
 
 
 def relax(folded: Folded, node: Node, part: Part, *, scale_s: float, gap: float) -> Shares:
@@ -168,7 +180,7 @@ class _Builder:
         self.allowed = np.where(narrow.any(axis=1, keepdims=True), narrow, allowed)
         self.loads = folded.load[self.rows] * self.allowed[..., None]
         self.unit = max(float(problem.device_bytes.max(initial=0.0)), kv.device_bytes, 1.0)
-        edges = fractions(folded)
+        edges = fractions(folded, node)
         self.low = float(edges[0])
         self.pieces = [(low, high) for low, high in itertools.pairwise(edges) if high > low]
         self.slope = folded.kv_device - folded.kv_pool[node.attention]
