@@ -15,7 +15,7 @@ from strategies.planner.prices import Node, fractions
 _AT_ONCE = 16
 """Single moves tried together."""
 
-_EXCHANGES = 40
+_EXCHANGES = 48
 """Most promising moves of which all pairs are tried."""
 
 _GAIN = 1e-9
@@ -168,13 +168,20 @@ def _longest(loads: np.ndarray, base: np.ndarray, sharpness: float | None) -> np
     return longest + np.log(np.exp(rate * (loads - longest[..., None])).sum(axis=-1)) / rate
 
 
-def exchanges(decision: Decision, rows: np.ndarray, *, rounds: int) -> None:
-    """Takes the best pair of moves of two rows, until no pair helps: one may free what the other needs."""
+def exchanges(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
+    """Takes the best pair of moves of two rows, until no pair helps: one may free what the other needs.
+
+    Args:
+        decision: to change.
+        rows: adapters that may move.
+        sharpness: as of `single_moves`.
+        rounds: at most.
+    """
     s = decision.folded.num_columns
     for _ in range(rounds):
         singles, base = _singles(decision, rows), decision.all_loads()
-        still = float(base.max(axis=1).sum())
-        values = (base + singles.loads).max(axis=-1).sum(axis=-1) + singles.own - still
+        still = float(_longest(base, base, sharpness).sum())
+        values = _longest(base + singles.loads, base, sharpness).sum(axis=-1) + singles.own - still
         values[np.arange(len(rows)), decision.columns[rows]] = np.inf
         number = min(_EXCHANGES, int(np.isfinite(values).sum()))
         if number < 2:
@@ -187,11 +194,11 @@ def exchanges(decision: Decision, rows: np.ndarray, *, rounds: int) -> None:
         if not len(a):
             return
         loads, own = singles.loads[row, column], singles.own[row, column]
-        pairs = (base + loads[a] + loads[b]).max(axis=-1).sum(axis=-1) + own[a] + own[b] - still
+        pairs = _longest(base + loads[a] + loads[b], base, sharpness).sum(axis=-1) + own[a] + own[b] - still
         best = int(pairs.argmin())
         two = np.array([a[best], b[best]])
-        trial = decision.copy()
-        trial.apply(Moves(rows[row[two]], column[two], decision.fraction, 2), 2, decision.fraction)
-        if trial.value() >= decision.value() - _GAIN * abs(still):
+        moves = Moves(rows[row[two]], column[two], decision.fraction, 2)
+        _, taken, _ = decision.ladder(moves, sharpness=sharpness, byte_price=np.inf)
+        if pairs[best] > -_GAIN * abs(still) or taken == 0:
             return
-        decision.take(trial)
+        decision.apply(moves, taken, decision.fraction)

@@ -48,6 +48,8 @@ _FEW = 3
 _ENOUGH = 1e-3
 """Of the objective: a plan this near to the bound is not mended."""
 
+_TIE_BREAK = 3e-3
+
 _SHARPNESS = (200.0, 1000.0)
 _LEVELS = (200.0, 500.0, 1000.0, 3000.0)
 _GOLDEN = 0.6180339887498949
@@ -150,21 +152,26 @@ def _searched(folded: Folded) -> tuple[Plan, Duals]:
 
 def _harder(folded: Folded, best: _Found, bound_s: float) -> _Found:
     """What takes longer, in the part of the plans where the best one was found."""
-    if len(best.relaxed.shares) < len(folded.rows):
-        everyone = Part(folded.rows, np.ones(len(folded.rows)), folded.base, 0.0)
-        relaxed = relax(folded, best.node, everyone, scale_s=best.value_s, gap=_GAP)
-        again = _rounded(folded, best.node, relaxed, folded.costs(relaxed.prices.places), bound_s)
-        best = min(best, again, key=lambda found: found.value_s)
+    everyone = Part(folded.rows, np.ones(len(folded.rows)), folded.base, 0.0)
     decisions = [best.decision]
-    undecided = np.flatnonzero(best.relaxed.shares.max(axis=1) < 0.95)
-    if len(best.relaxed.shares) == len(folded.rows) and 1 < len(undecided) <= _DIVE:
-        decisions.append(_dived(folded, best, undecided))
-    total = best.costs + best.relaxed.prices.adapter_byte * folded.problem.device_bytes
+    relaxed = relax(folded, best.node, everyone, scale_s=best.value_s, gap=_GAP / 2, tie_break=_TIE_BREAK)
+    again = _rounded(folded, best.node, relaxed, folded.costs(relaxed.prices.places), bound_s)
+    decisions.append(again.decision)
+    undecided = np.flatnonzero(relaxed.shares.max(axis=1) < 0.95)
+    if 1 < len(undecided) <= _DIVE:
+        decisions.append(_dived(folded, again, undecided))
+    total = again.costs + relaxed.prices.adapter_byte * folded.problem.device_bytes
     for decision in decisions:
-        exchanges(decision, _closest(decision, total), rounds=8)
+        before = decision.copy()
+        decision.fraction = min(decision.fraction, relaxed.fraction)
+        rows = _closest(decision, total)
+        for sharpness in (*_SHARPNESS, None):
+            exchanges(decision, rows, sharpness=sharpness, rounds=6)
         best_fraction(decision)
+        if decision.value() > before.value():
+            decision.take(before)
     decision = min(decisions, key=Decision.value)
-    return best._replace(decision=decision, value_s=decision.value())
+    return again._replace(decision=decision, value_s=decision.value())
 
 
 def _same(folded: Folded, node: Node, uncharged: Node, scale_s: float) -> bool:
@@ -273,7 +280,9 @@ def _dived(folded: Folded, best: _Found, free: np.ndarray) -> Decision:
         used -= float(folded.problem.device_bytes[free, columns[free]].sum())
         loads = folded.base + folded.places(folded.sums(columns, without=free))
         part = Part(free, np.ones(len(free)), loads, used)
-        shares, fraction = relax(folded, node, part, scale_s=best.value_s, gap=_GAP)[1:]
+        shares, fraction = relax(
+            folded, node, part, scale_s=best.value_s, gap=_GAP, tie_break=_TIE_BREAK * len(free) / len(folded.rows)
+        )[1:]
     decision = Decision(folded, columns, attention=node.attention, fraction=fraction)
     make_fit(decision, best.costs)
     _mend(decision, best.costs + best.relaxed.prices.adapter_byte * folded.problem.device_bytes)

@@ -153,7 +153,9 @@ def _kv_bound(folded: Folded, prices: Prices, node: Node) -> float:
     return merge + float((loads @ prices.places[kv.phase] + prices.joint * kv.device_bytes * at + moved).min())
 
 
-def relax(folded: Folded, node: Node, part: Part, *, scale_s: float, gap: float) -> Shares:
+def relax(
+    folded: Folded, node: Node, part: Part, *, scale_s: float, gap: float, tie_break: float = 0.0
+) -> Shares:
     """Solves the linear relaxation of a part of the adapters.
 
     Args:
@@ -162,8 +164,9 @@ def relax(folded: Folded, node: Node, part: Part, *, scale_s: float, gap: float)
         part: which adapters.
         scale_s: seconds of about the whole objective.
         gap: to stop at, of the value.
+        tie_break: of the value, noise on the costs of strategies, so that most of equal adapters are decided.
     """
-    return _Builder(folded, node, part, scale_s).solve(gap)
+    return _Builder(folded, node, part, scale_s).solve(gap, tie_break)
 
 
 class _Builder:
@@ -259,10 +262,13 @@ class _Builder:
         start = len(self.rows) * s
         return [Block(work.reshape(-1, work.shape[-1]), places, start, start + len(self.pieces) * s)]
 
-    def solve(self, gap: float) -> Shares:
+    def solve(self, gap: float, tie_break: float) -> Shares:
         """Relaxes, and puts the answer back into seconds and the caller's order of rows."""
         folded, kv, s = self.folded, self.folded.problem.kv, self.folded.num_columns
         own = np.where(self.allowed, folded.own[self.rows], 0.0) * (self.weight[:, None] / self.scale_s)
+        if tie_break:
+            noise = np.random.default_rng(len(own)).random(own.shape)
+            own += noise * (tie_break * self.weight[:, None] / float(self.weight.sum()))
         pieces = np.zeros((len(self.pieces), s))
         for piece, (low, high) in enumerate(self.pieces):
             pieces[piece, 1] = kv.move_s * (high - low) / self.scale_s if high > kv.current_fraction else 0.0
