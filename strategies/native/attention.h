@@ -18,6 +18,7 @@ namespace plora {
 constexpr float kMasked = -1e30f;
 
 struct ScoreMaths {
+  float scale;
   float cap;  // none when 0
   int64_t window;
 };
@@ -38,15 +39,12 @@ inline Visible VisibleIn(int64_t position, int64_t window, int64_t first, int pa
 constexpr int kTileRows = 4;
 
 // scores[r * stride + s] = q[r] . keys[s] for kTokens (4 or 1) tokens of a page.
-template <typename T, int kRows, int kTokens>
-inline __attribute__((always_inline)) void Score(const float* q, const T* keys, int dim, float* scores, int stride) {
+template <typename T, typename Q, int kRows, int kTokens>
+inline __attribute__((always_inline)) void Score(const Q* q, const T* keys, int dim, float* scores, int stride) {
   Vec acc[kRows][kTokens] = {};
-  for (int j = 0; j < dim; j += kLanes) {
-    Vec k[kTokens];
-    for (int s = 0; s < kTokens; ++s) k[s] = Load(keys + s * dim + j);
+  for (int j = 0; j < dim; j += kStep<T, Q>) {
     for (int r = 0; r < kRows; ++r) {
-      Vec query = Load(q + r * dim + j);
-      for (int s = 0; s < kTokens; ++s) acc[r][s] += query * k[s];
+      for (int s = 0; s < kTokens; ++s) acc[r][s] = DotStep(acc[r][s], keys + s * dim + j, q + r * dim + j);
     }
   }
   for (int r = 0; r < kRows; ++r) {
@@ -59,19 +57,34 @@ inline __attribute__((always_inline)) void Score(const float* q, const T* keys, 
 }
 
 // out[r] = out[r] * decay[r] + sum over tokens [begin, end) of p[r][s] * values[s], kVecs vectors of the head from j on.
-template <typename T, int kRows, int kVecs>
-inline __attribute__((always_inline)) void Add(const float* p, int stride, const float* decay, const T* values,
-                                               Visible seen, int dim, int j, float* out) {
+// P is the type of weights: where they and the values are pairs, so are two tokens, and `out` is as `Zip` leaves it.
+template <typename T, typename P, int kRows, int kVecs>
+inline __attribute__((always_inline)) void Add(const P* p, int stride, const float* decay, const T* values, Visible seen,
+                                               int dim, int j, float* out) {
   Vec acc[kRows][kVecs];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVecs; ++v) acc[r][v] = Load(out + r * dim + j + v * kLanes) * decay[r];
   }
-  for (int s = seen.begin; s < seen.end; ++s) {
-    Vec value[kVecs];
-    for (int v = 0; v < kVecs; ++v) value[v] = Load(values + s * dim + j + v * kLanes);
-    for (int r = 0; r < kRows; ++r) {
-      Vec weight = Splat(p[r * stride + s]);
-      for (int v = 0; v < kVecs; ++v) acc[r][v] += weight * value[v];
+  if constexpr (kPairs<T, P>) {
+    for (int s = seen.begin; s < seen.end; s += 2) {
+      bool both = s + 1 < seen.end;
+      Half32 zipped[kVecs], weight[kRows];
+      for (int v = 0; v < kVecs; v += 2) {
+        const T* at = values + s * dim + j + v * kLanes;
+        Zip(LoadPairs(at), both ? LoadPairs(at + dim) : Half32{}, &zipped[v], &zipped[v + 1]);
+      }
+      for (int r = 0; r < kRows; ++r) {
+        const P* w = p + r * stride + s;
+        weight[r] = both ? SplatPair(w) : SplatPair(static_cast<uint32_t>(*w));
+        for (int v = 0; v < kVecs; ++v) acc[r][v] = DotPairs(acc[r][v], zipped[v], weight[r]);
+      }
+    }
+  } else {
+    for (int s = seen.begin; s < seen.end; ++s) {
+      for (int v = 0; v < kVecs; ++v) {
+        Vec value = Load(values + s * dim + j + v * kLanes);
+        for (int r = 0; r < kRows; ++r) acc[r][v] += Widen(p[r * stride + s]) * value;
+      }
     }
   }
   for (int r = 0; r < kRows; ++r) {
@@ -79,26 +92,40 @@ inline __attribute__((always_inline)) void Add(const float* p, int stride, const
   }
 }
 
-// The rows of one group and KV head. dim is a multiple of kLanes.
+// The rows of one group and KV head. dim is a multiple of a step.
+template <typename Q>
 struct Rows {
-  const float* q;  // times the scale of scores
+  const Q* q;
   const int64_t* positions;
   int count, dim;
   float *out, *top;
   Vec* sum;  // by lane
 };
 
+// Room for the scores and weights of a tile and page.
+template <typename P>
+struct Room {
+  explicit Room(int page_tokens)
+      : stride((page_tokens + kLanes - 1) / kLanes * kLanes), scores(kTileRows * stride), weights(kTileRows * stride) {}
+  const int stride;  // a multiple of kLanes
+  std::vector<float> scores;
+  std::vector<P> weights;
+};
+
 // Turns kRows rows' scores of a page into weights, 0 where a row does not see. decay: the factor on what each has summed.
-template <int kRows>
-inline __attribute__((always_inline)) void Weigh(float* scores, int stride, const Visible* seen, const ScoreMaths& maths,
-                                                 float* top, Vec* sum, float* decay) {
+template <typename P, int kRows>
+inline __attribute__((always_inline)) void Weigh(Room<P>& room, const Visible* seen, const ScoreMaths& maths, float* top,
+                                                 Vec* sum, float* decay) {
   const Int lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  float* scores = room.scores.data();
+  P* weights = room.weights.data();
+  const int stride = room.stride;
   Vec fall = {};
   float largest[kRows];
   for (int r = 0; r < kRows; ++r) {
     Vec best = Splat(top[r]);
     for (int s = 0; s < stride; s += kLanes) {
-      Vec score = Load(scores + r * stride + s);
+      Vec score = Load(scores + r * stride + s) * maths.scale;
       if (maths.cap > 0) score = maths.cap * Tanh(score * (1.0f / maths.cap));
       Int at = lane + s;
       score = ((at >= seen[r].begin) & (at < seen[r].end)) ? score : Splat(kMasked);
@@ -113,25 +140,30 @@ inline __attribute__((always_inline)) void Weigh(float* scores, int stride, cons
     decay[r] = factors[r];
     // A row that has seen nothing yet has a maximum that masked scores reach too.
     if (seen[r].Empty()) {
-      for (int s = 0; s < stride; s += kLanes) Store(scores + r * stride + s, Vec{});
+      for (int s = 0; s < stride; s += kLanes) Store(weights + r * stride + s, Vec{});
       continue;
     }
     Vec total = sum[r] * decay[r];
     for (int s = 0; s < stride; s += kLanes) {
       Vec weight = Exp(Load(scores + r * stride + s) - largest[r]);
       total += weight;
-      Store(scores + r * stride + s, weight);
+      Store(weights + r * stride + s, weight);
     }
     sum[r] = total;
     top[r] = largest[r];
   }
 }
 
-// kRows rows from `row` on over one page; `scores` has room for kTileRows rows of `stride`, a multiple of kLanes.
-template <typename T, int kRows>
-void AttendTile(const Rows& rows, int row, const T* keys, const T* values, int64_t first, int page_tokens,
-                const ScoreMaths& maths, const T* next_keys, const T* next_values, float* scores, int stride) {
-  int dim = rows.dim;
+template <typename T>
+struct PageAt {
+  const T *keys, *values;
+};
+
+// kRows rows from `row` on over one page; what is in `next` is read after it.
+template <typename T, typename Q, int kRows>
+void AttendTile(const Rows<Q>& rows, int row, PageAt<T> page, int64_t first, int page_tokens, const ScoreMaths& maths,
+                PageAt<T> next, Room<Q>& room) {
+  const int dim = rows.dim, stride = room.stride;
   Visible each[kRows], any = {page_tokens, 0};
   for (int r = 0; r < kRows; ++r) {
     each[r] = VisibleIn(rows.positions[row + r], maths.window, first, page_tokens);
@@ -139,37 +171,40 @@ void AttendTile(const Rows& rows, int row, const T* keys, const T* values, int64
     any = {std::min(any.begin, each[r].begin), std::max(any.end, each[r].end)};
   }
   if (any.Empty()) return;
-  const float* q = rows.q + static_cast<int64_t>(row) * dim;
+  const Q* q = rows.q + static_cast<int64_t>(row) * dim;
+  float* scores = room.scores.data();
   for (int s = any.begin / 4 * 4; s < any.end;) {
     if (s + 4 <= page_tokens) {
-      Prefetch(next_keys + s * dim, 4 * dim);
-      Prefetch(next_values + s * dim, 4 * dim);
-      Score<T, kRows, 4>(q, keys + s * dim, dim, scores + s, stride);
+      Prefetch(next.keys + s * dim, 4 * dim);
+      Prefetch(next.values + s * dim, 4 * dim);
+      Score<T, Q, kRows, 4>(q, page.keys + s * dim, dim, scores + s, stride);
       s += 4;
     } else {
-      Score<T, kRows, 1>(q, keys + s * dim, dim, scores + s, stride);
+      Score<T, Q, kRows, 1>(q, page.keys + s * dim, dim, scores + s, stride);
       s += 1;
     }
   }
   float decay[kRows];
-  Weigh<kRows>(scores, stride, each, maths, rows.top + row, rows.sum + row, decay);
+  Weigh<Q, kRows>(room, each, maths, rows.top + row, rows.sum + row, decay);
   float* out = rows.out + static_cast<int64_t>(row) * dim;
+  const Q* weights = room.weights.data();
+  constexpr int kVecs = kStep<T, Q> / kLanes;
   int j = 0;
-  for (; j + 4 * kLanes <= dim; j += 4 * kLanes) Add<T, kRows, 4>(scores, stride, decay, values, any, dim, j, out);
-  for (; j < dim; j += kLanes) Add<T, kRows, 1>(scores, stride, decay, values, any, dim, j, out);
+  for (; j + 4 * kLanes <= dim; j += 4 * kLanes) Add<T, Q, kRows, 4>(weights, stride, decay, page.values, any, dim, j, out);
+  for (; j < dim; j += kVecs * kLanes) Add<T, Q, kRows, kVecs>(weights, stride, decay, page.values, any, dim, j, out);
 }
 
-template <typename T>
-void AttendPage(const Rows& rows, const T* keys, const T* values, int64_t first, int page_tokens, const ScoreMaths& maths,
-                const T* next_keys, const T* next_values, float* scores, int stride) {
+template <typename T, typename Q>
+void AttendPage(const Rows<Q>& rows, PageAt<T> page, int64_t first, int page_tokens, const ScoreMaths& maths,
+                PageAt<T> next, Room<Q>& room) {
   for (int row = 0; row < rows.count; row += kTileRows) {
-    auto tile = AttendTile<T, 4>;
+    auto tile = AttendTile<T, Q, 4>;
     switch (rows.count - row) {
-      case 1: tile = AttendTile<T, 1>; break;
-      case 2: tile = AttendTile<T, 2>; break;
-      case 3: tile = AttendTile<T, 3>; break;
+      case 1: tile = AttendTile<T, Q, 1>; break;
+      case 2: tile = AttendTile<T, Q, 2>; break;
+      case 3: tile = AttendTile<T, Q, 3>; break;
     }
-    tile(rows, row, keys, values, first, page_tokens, maths, next_keys, next_values, scores, stride);
+    tile(rows, row, page, first, page_tokens, maths, next, room);
   }
 }
 
@@ -187,40 +222,51 @@ struct KvPages {
     while (entry < table_pages && table[entry] < 0) ++entry;
     return entry;
   }
-  const T* Keys(int64_t entry, int head) const { return pages + table[entry] * page_width + head * head_width; }
+  PageAt<T> At(int64_t entry, int head) const {
+    const T* keys = pages + table[entry] * page_width + head * head_width;
+    return {keys, keys + value_offset};
+  }
 };
 
 // Attention of a group over entries [from, to) of its table, for the KV heads from `head` on that `rows` has, each page
 // of all of them before the next page: what lies together in memory is read together.
-template <typename T>
-void Attend(const std::vector<Rows>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
+template <typename T, typename Q>
+void Attend(const std::vector<Rows<Q>>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
             const ScoreMaths& maths) {
-  int stride = (kv.page_tokens + kLanes - 1) / kLanes * kLanes, dim = rows[0].dim;
-  std::vector<float> scores(static_cast<size_t>(kTileRows) * stride);
-  // Heads whose size is not that of whole vectors are widened and padded with zeros first, as their queries are.
-  int64_t part = static_cast<int64_t>(kv.page_tokens) * dim;
-  std::vector<uint32_t> room(dim == kv.dim ? 0 : 2 * part);
+  Room<Q> room(kv.page_tokens);
   to = std::min(to, kv.table_pages);
   for (int64_t entry = kv.Next(from); entry < to;) {
     int64_t following = kv.Next(entry + 1), first = entry * kv.page_tokens;
     for (size_t i = 0; i < rows.size(); ++i) {
-      const T* keys = kv.Keys(entry, head + i);
-      const T* values = keys + kv.value_offset;
-      const T* next = following < to ? kv.Keys(following, head + i) : keys;
-      if (dim == kv.dim) {
-        AttendPage(rows[i], keys, values, first, kv.page_tokens, maths, next, next + kv.value_offset, scores.data(), stride);
-        continue;
-      }
-      for (int s = 0; s < kv.page_tokens; ++s) {
-        for (int j = 0; j < kv.dim; ++j) {
-          Narrow(Widen(keys[s * kv.dim + j]), &room[s * dim + j]);
-          Narrow(Widen(values[s * kv.dim + j]), &room[part + s * dim + j]);
-        }
-      }
-      const uint32_t *k = room.data(), *v = k + part;
-      AttendPage(rows[i], k, v, first, kv.page_tokens, maths, k, v, scores.data(), stride);
+      PageAt<T> page = kv.At(entry, head + i);
+      PageAt<T> next = following < to ? kv.At(following, head + i) : page;
+      AttendPage(rows[i], page, first, kv.page_tokens, maths, next, room);
     }
     entry = following;
+  }
+}
+
+// The same for heads whose size is not that of whole steps: pages are widened and padded with zeros first, as q is.
+template <typename T>
+void AttendPadded(const std::vector<Rows<uint32_t>>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
+                  const ScoreMaths& maths) {
+  Room<uint32_t> room(kv.page_tokens);
+  int dim = rows[0].dim;
+  int64_t part = static_cast<int64_t>(kv.page_tokens) * dim;
+  std::vector<uint32_t> padded(2 * part);
+  to = std::min(to, kv.table_pages);
+  for (int64_t entry = kv.Next(from); entry < to; entry = kv.Next(entry + 1)) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      PageAt<T> page = kv.At(entry, head + i);
+      for (int s = 0; s < kv.page_tokens; ++s) {
+        for (int j = 0; j < kv.dim; ++j) {
+          Narrow(Widen(page.keys[s * kv.dim + j]), &padded[s * dim + j]);
+          Narrow(Widen(page.values[s * kv.dim + j]), &padded[part + s * dim + j]);
+        }
+      }
+      PageAt<uint32_t> here{padded.data(), padded.data() + part};
+      AttendPage(rows[i], here, entry * kv.page_tokens, kv.page_tokens, maths, here, room);
+    }
   }
 }
 

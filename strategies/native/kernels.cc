@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "attention.h"
@@ -59,11 +60,11 @@ std::vector<Piece> WholePieces(const Users& users, const I32& ranks, Ints group,
   return pieces;
 }
 
-template <typename T, typename M>
+template <typename T, typename X, typename M>
 struct ShrinkTask {
   const Side<T>& a;
   const Users& users;
-  const float* const* x;
+  const X* x;
   const F32& scale;
   int64_t layer;
   Ints group;
@@ -95,9 +96,10 @@ struct ExpandTask {
 };
 
 template <typename Task>
-void RunPieces(ffi::ThreadPool& pool, const std::vector<Piece>& pieces, const Task& task) {
-  int last = pieces.size() - 1;
-  Parallel(pool, Costs(pieces), [&, last](int i) { task(pieces[i], task.First(pieces[std::min(i + 1, last)])); });
+void RunPieces(int threads, const std::vector<Piece>& pieces, const Task& task) {
+  Parallel(threads, Costs(pieces), [&](int begin, int end) {
+    for (int i = begin; i < end; ++i) task(pieces[i], task.First(pieces[std::min(i + 1, end - 1)]));
+  });
 }
 
 // The results' arrays, with zeros where no piece will write.
@@ -131,10 +133,9 @@ ffi::Error ShrinkImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 own
     using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
     using X = std::remove_const_t<std::remove_pointer_t<decltype(x_type)>>;
     using M = std::remove_pointer_t<decltype(m)>;
-    WideRows wide(Numbers<X>(x), x.dimensions()[1], users, tokens);
     auto a = SideOf<T>(pages, layer, ranks, a_pages, a_widths);
     int64_t at = layer.typed_data()[0];
-    RunPieces(pool, pieces, ShrinkTask<T, M>{a, users, wide.data(), scale, at, group, tokens, max_rank, m});
+    RunPieces(pool.num_threads(), pieces, ShrinkTask<T, X, M>{a, users, Numbers<X>(x), scale, at, group, tokens, max_rank, m});
   };
   ForTypes(pages, x, [&](auto page_type, auto x_type) {
     if (out->element_type() == ffi::U16) {
@@ -158,7 +159,7 @@ ffi::Error ExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32 own
     using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
     using M = std::remove_const_t<std::remove_pointer_t<decltype(m_type)>>;
     auto b = SideOf<T>(pages, layer, ranks, b_pages, b_widths);
-    RunPieces(pool, pieces, ExpandTask<T, M>{b, users, group, tokens, max_rank, Numbers<M>(m), y});
+    RunPieces(pool.num_threads(), pieces, ExpandTask<T, M>{b, users, group, tokens, max_rank, Numbers<M>(m), y});
   });
   return ffi::Error::Success();
 }
@@ -185,20 +186,20 @@ ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owne
   ForTypes(pages, x, [&](auto page_type, auto x_type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
     using X = std::remove_const_t<std::remove_pointer_t<decltype(x_type)>>;
-    WideRows wide(Numbers<X>(x), x.dimensions()[1], users, tokens);
     std::unique_ptr<X[]> m(new X[group.size() * tokens * max_rank]);
     auto a = SideOf<T>(pages, layer, ranks, a_pages, a_widths), b = SideOf<T>(pages, layer, ranks, b_pages, b_widths);
-    ShrinkTask<T, X> shrink{a, users, wide.data(), scale, layer.typed_data()[0], group, tokens, max_rank, m.get()};
+    ShrinkTask<T, X, X> shrink{a, users, Numbers<X>(x), scale, layer.typed_data()[0], group, tokens, max_rank, m.get()};
     ExpandTask<T, X> expand{b, users, group, tokens, max_rank, m.get(), y};
     if (whole) {
-      int last = costs.size() - 1;
-      Parallel(pool, costs, [&](int i) {
-        shrink(of_a[i], expand.First(of_b[i]));
-        expand(of_b[i], shrink.First(of_a[std::min(i + 1, last)]));
+      Parallel(pool.num_threads(), costs, [&](int begin, int end) {
+        for (int i = begin; i < end; ++i) {
+          shrink(of_a[i], expand.First(of_b[i]));
+          expand(of_b[i], shrink.First(of_a[std::min(i + 1, end - 1)]));
+        }
       });
     } else {
-      RunPieces(pool, Cut(of_a, pool.num_threads(), kRowGrain), shrink);
-      RunPieces(pool, Cut(of_b, pool.num_threads(), kColumnGrain), expand);
+      RunPieces(pool.num_threads(), Cut(of_a, pool.num_threads(), kRowGrain), shrink);
+      RunPieces(pool.num_threads(), Cut(of_b, pool.num_threads(), kColumnGrain), expand);
     }
   });
   return ffi::Error::Success();
@@ -219,9 +220,11 @@ ffi::Error RowsImpl(ffi::ThreadPool pool, Any pages, I32 layer, I32 ranks, I32 t
   auto run = [&](auto* to) {
     using T = std::remove_pointer_t<decltype(to)>;
     auto side = SideOf<T>(pages, layer, ranks, tables, widths);
-    Parallel(pool, std::vector<int64_t>(found.size(), width), [&](int i) {
-      int64_t number = side.Start(found[i].first, projection) + found[i].second * width;
-      side.Copy(found[i].first, number, width, to + i * width);
+    Parallel(pool.num_threads(), std::vector<int64_t>(found.size(), width), [&](int begin, int end) {
+      for (int i = begin; i < end; ++i) {
+        int64_t number = side.Start(found[i].first, projection) + found[i].second * width;
+        side.Copy(found[i].first, number, width, to + i * width);
+      }
     });
     std::memset(to + found.size() * width, 0, (wanted - found.size()) * width * sizeof(T));
   };
@@ -244,61 +247,103 @@ std::pair<int64_t, int64_t> SeenTokens(const int32_t* positions, int64_t queries
   return {std::max<int64_t>(first - window + 1, 0), last + 1};
 }
 
-// Results and queries of one group and KV head while they are worked on: heads padded to whole vectors.
+// Results and queries of one group and KV head while they are worked on: heads padded to whole steps.
+template <typename Q>
 struct HeadRows {
-  std::vector<float> q, out;
+  std::vector<Q> q;
+  std::vector<float> out;
   std::vector<int64_t> positions;
   std::vector<Vec> sums;
 };
 
+// What a call of attention has, whatever its types.
+struct AttentionCall {
+  int64_t groups, heads, count, dim, queries;  // count: rows of a group and head
+  ScoreMaths maths;
+  const int32_t *positions, *tables;
+  int64_t table_pages, page_width;
+  int page_tokens;
+  float *out, *top, *sum;
+};
+
+// `heads_of_task` heads of group n from `head` on. Q is the raw type that queries and weights are kept in.
+template <typename T, typename X, typename Q>
+void AttendHeads(const AttentionCall& call, const T* pages, const X* q, int64_t n, int64_t head, int64_t heads_of_task,
+                 std::pair<int64_t, int64_t> seen) {
+  int64_t count = call.count, dim = call.dim, padded = (dim + kStep<T, Q> - 1) / kStep<T, Q> * kStep<T, Q>;
+  std::vector<HeadRows<Q>> own(heads_of_task);
+  std::vector<Rows<Q>> rows;
+  for (int64_t i = 0; i < heads_of_task; ++i) {
+    int64_t first = (n * call.heads + head + i) * count;
+    HeadRows<Q>& h = own[i];
+    h.q.resize(count * padded), h.out.resize(count * padded), h.positions.resize(count), h.sums.resize(count, Vec{});
+    for (int64_t r = 0; r < count; ++r) {
+      h.positions[r] = call.positions[n * call.queries + r / (count / call.queries)];
+      for (int64_t j = 0; j < dim; ++j) Narrow(Widen(q[(first + r) * dim + j]), &h.q[r * padded + j]);
+    }
+    rows.push_back({h.q.data(), h.positions.data(), static_cast<int>(count), static_cast<int>(padded), h.out.data(),
+                    call.top + first, h.sums.data()});
+  }
+  KvPages<T> kv{pages, call.page_width, call.page_tokens * dim, call.heads * call.page_tokens * dim, call.page_tokens,
+                static_cast<int>(dim), call.tables + n * call.table_pages, call.table_pages};
+  int64_t from = seen.first / call.page_tokens, to = (seen.second + call.page_tokens - 1) / call.page_tokens;
+  if constexpr (sizeof(Q) == 4) {
+    if (padded == dim) {
+      Attend(rows, kv, head, from, to, call.maths);
+    } else {
+      AttendPadded(rows, kv, head, from, to, call.maths);
+    }
+  } else {
+    Attend(rows, kv, head, from, to, call.maths);
+  }
+  for (int64_t i = 0; i < heads_of_task; ++i) {
+    int64_t first = (n * call.heads + head + i) * count;
+    for (int64_t r = 0; r < count; ++r) {
+      float* out = &own[i].out[r * padded];
+      for (int64_t j = 0; kPairs<T, Q> && j < dim; j += 2 * kLanes) {
+        Vec low, high;
+        Unzip(Load(out + j), Load(out + j + kLanes), &low, &high);
+        Store(out + j, low), Store(out + j + kLanes, high);
+      }
+      call.sum[first + r] = Sum(own[i].sums[r]);
+      std::memcpy(call.out + (first + r) * dim, out, dim * sizeof(float));
+    }
+  }
+}
+
 ffi::Error AttentionImpl(ffi::ThreadPool pool, Any q, Any pages, I32 layer, I32 tables, I32 positions, I32 window,
                          ffi::Result<F32> out, ffi::Result<F32> top, ffi::Result<F32> sum, float scale, float cap,
                          int32_t page_tokens) {
-  int64_t groups = q.dimensions()[0], heads = q.dimensions()[1], count = q.dimensions()[2], dim = q.dimensions()[3];
-  int64_t queries = positions.dimensions()[1], padded = (dim + kLanes - 1) / kLanes * kLanes;
-  ScoreMaths maths{cap, window.typed_data()[0]};
-  std::fill_n(top->typed_data(), groups * heads * count, kMasked);
+  auto sizes = pages.dimensions();
+  AttentionCall call{q.dimensions()[0], q.dimensions()[1], q.dimensions()[2], q.dimensions()[3], positions.dimensions()[1],
+                     {scale, cap, window.typed_data()[0]}, positions.typed_data(), tables.typed_data(),
+                     tables.dimensions()[1], sizes[2], page_tokens, out->typed_data(), top->typed_data(), sum->typed_data()};
+  std::fill_n(call.top, call.groups * call.heads * call.count, kMasked);
   // Few rows are bound by memory, which likes all heads of a page together, unless that leaves threads without work.
-  bool together = count <= 2 * kTileRows && groups >= 4 * static_cast<int64_t>(pool.num_threads());
-  int64_t heads_of_task = together ? heads : 1, tasks_of_group = heads / heads_of_task;
-  std::vector<std::pair<int64_t, int64_t>> seen(groups);
-  std::vector<int64_t> costs(groups * tasks_of_group);
-  for (int64_t n = 0; n < groups; ++n) {
-    seen[n] = SeenTokens(positions.typed_data() + n * queries, queries, maths.window);
-    int64_t of_head = (seen[n].second - seen[n].first) * 2 * dim * ((count + kTileRows - 1) / kTileRows);
-    std::fill_n(costs.begin() + n * tasks_of_group, tasks_of_group, of_head * heads_of_task);
-  }
+  bool together = call.count <= 2 * kTileRows && call.groups >= 4 * static_cast<int64_t>(pool.num_threads());
+  int64_t heads_of_task = together ? call.heads : 1, tasks_of_group = call.heads / heads_of_task;
+  std::vector<std::pair<int64_t, int64_t>> seen(call.groups);
+  std::vector<int> order(call.groups * tasks_of_group);
+  std::iota(order.begin(), order.end(), 0);
+  for (int64_t n = 0; n < call.groups; ++n) seen[n] = SeenTokens(call.positions + n * call.queries, call.queries, call.maths.window);
+  auto length = [&](int task) { return seen[task / tasks_of_group].second - seen[task / tasks_of_group].first; };
+  // The longest first, so that no thread waits long for another at the end.
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return length(a) > length(b); });
+  std::vector<int64_t> costs;
+  int64_t of_token = 2 * call.dim * heads_of_task * ((call.count + kTileRows - 1) / kTileRows);
+  for (int task : order) costs.push_back(length(task) * of_token);
   ForTypes(pages, q, [&](auto page_type, auto q_type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
-    using Q = std::remove_const_t<std::remove_pointer_t<decltype(q_type)>>;
-    auto sizes = pages.dimensions();
+    using X = std::remove_const_t<std::remove_pointer_t<decltype(q_type)>>;
     const T* of_layer = Numbers<T>(pages) + layer.typed_data()[0] * sizes[1] * sizes[2];
-    int64_t table_pages = tables.dimensions()[1];
-    Parallel(pool, costs, [&](int task) {
-      int64_t n = task / tasks_of_group, head = task % tasks_of_group;
-      std::vector<HeadRows> own(heads_of_task);
-      std::vector<Rows> rows;
-      for (int64_t i = 0; i < heads_of_task; ++i) {
-        int64_t first = (n * heads + head + i) * count;
-        HeadRows& h = own[i];
-        h.q.resize(count * padded), h.out.resize(count * padded), h.positions.resize(count), h.sums.resize(count, Vec{});
-        for (int64_t r = 0; r < count; ++r) {
-          h.positions[r] = positions.typed_data()[n * queries + r / (count / queries)];
-          const Q* from = Numbers<Q>(q) + (first + r) * dim;
-          for (int64_t j = 0; j < dim; ++j) h.q[r * padded + j] = Widen(from[j]) * scale;
-        }
-        rows.push_back({h.q.data(), h.positions.data(), static_cast<int>(count), static_cast<int>(padded), h.out.data(),
-                        top->typed_data() + first, h.sums.data()});
-      }
-      KvPages<T> kv{of_layer, sizes[2], page_tokens * dim, heads * page_tokens * dim, page_tokens, static_cast<int>(dim),
-                    tables.typed_data() + n * table_pages, table_pages};
-      Attend(rows, kv, head, seen[n].first / page_tokens, (seen[n].second + page_tokens - 1) / page_tokens, maths);
-      for (int64_t i = 0; i < heads_of_task; ++i) {
-        int64_t first = (n * heads + head + i) * count;
-        for (int64_t r = 0; r < count; ++r) {
-          sum->typed_data()[first + r] = Sum(own[i].sums[r]);
-          std::memcpy(out->typed_data() + (first + r) * dim, &own[i].out[r * padded], dim * sizeof(float));
-        }
+    auto attend = AttendHeads<T, X, uint32_t>;
+    if constexpr (kPairs<T, X>) {
+      if (call.dim % (2 * kLanes) == 0) attend = AttendHeads<T, X, X>;
+    }
+    Parallel(pool.num_threads(), costs, [&](int begin, int end) {
+      for (int i = begin; i < end; ++i) {
+        int64_t n = order[i] / tasks_of_group, head = order[i] % tasks_of_group;
+        attend(call, of_layer, Numbers<X>(q), n, head, heads_of_task, seen[n]);
       }
     });
   });

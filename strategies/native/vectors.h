@@ -16,6 +16,7 @@ typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef int32_t Int __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef uint32_t Word __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef uint16_t Half __attribute__((vector_size(2 * kLanes), aligned(2)));
+typedef uint16_t Half32 __attribute__((vector_size(4 * kLanes), aligned(2)));
 typedef float Vec8 __attribute__((vector_size(32)));
 typedef float Vec4 __attribute__((vector_size(16), aligned(4)));
 
@@ -40,6 +41,16 @@ inline void Narrow(float value, uint16_t* out) {
 }
 inline void Narrow(float value, uint32_t* out) { std::memcpy(out, &value, 4); }
 
+inline void Store(uint16_t* p, Vec v) {
+#ifdef __AVX512BF16__
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(v))));
+#else
+  Word bits = reinterpret_cast<Word>(v);
+  Word rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  *reinterpret_cast<Half*>(p) = __builtin_convertvector(v == v ? rounded : (bits >> 16) | 0x40, Half);
+#endif
+}
+
 inline Vec Load(const uint16_t* p) {
 #ifdef __AVX512F__
   // Without intrinsics GCC 12 widens in two halves, with four times the shuffles.
@@ -50,10 +61,64 @@ inline Vec Load(const uint16_t* p) {
   return reinterpret_cast<Vec>(word);
 #endif
 }
+// Thirty-two bfloat16 numbers, two a lane.
+inline Half32 LoadPairs(const uint16_t* p) { return *reinterpret_cast<const Half32*>(p); }
+// The same two numbers in every lane.
+inline Half32 SplatPair(uint32_t pair) { return reinterpret_cast<Half32>(Word{} + pair); }
+inline Half32 SplatPair(const uint16_t* p) {
+  uint32_t pair;
+  std::memcpy(&pair, p, 4);
+  return SplatPair(pair);
+}
+
+// sum + a.low * b.low + a.high * b.high in each lane.
+inline Vec DotPairs(Vec sum, Half32 a, Half32 b) {
+#ifdef __AVX512BF16__
+  return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a),
+                                                reinterpret_cast<__m512bh>(b)));
+#else
+  Word x = reinterpret_cast<Word>(a), y = reinterpret_cast<Word>(b);
+  sum += reinterpret_cast<Vec>(x << 16) * reinterpret_cast<Vec>(y << 16);
+  return sum + reinterpret_cast<Vec>(x & 0xFFFF0000u) * reinterpret_cast<Vec>(y & 0xFFFF0000u);
+#endif
+}
+
+// Two rows of thirty-two numbers as pairs of one of each: 0 to 3 of every eight of a row, and 4 to 7.
+inline void Zip(Half32 a, Half32 b, Half32* first, Half32* second) {
+  *first = __builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17, 49, 18, 50,
+                                   19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
+  *second = __builtin_shufflevector(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52, 21, 53, 22,
+                                    54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
+}
+// Sums over what `Zip` gave, back in the order of a row.
+inline void Unzip(Vec first, Vec second, Vec* low, Vec* high) {
+  *low = __builtin_shufflevector(first, second, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  *high = __builtin_shufflevector(first, second, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+}
+
 inline Vec Load(const uint32_t* p) { return *reinterpret_cast<const Vec*>(p); }
 inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+inline void Store(uint32_t* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 inline Vec Splat(float x) { return Vec{} + x; }
+
+// Whether two types of raw numbers are multiplied in pairs.
+template <typename T, typename X>
+constexpr bool kPairs = sizeof(T) == 2 && sizeof(X) == 2;
+
+// Numbers of a row that a step takes.
+template <typename T, typename X>
+constexpr int kStep = kPairs<T, X> ? 2 * kLanes : kLanes;
+
+// sum + a . x, of as many numbers as a step takes.
+template <typename T, typename X>
+inline Vec DotStep(Vec sum, const T* a, const X* x) {
+  if constexpr (kPairs<T, X>) {
+    return DotPairs(sum, LoadPairs(a), LoadPairs(x));
+  } else {
+    return sum + Load(a) * Load(x);
+  }
+}
 
 // Brings `count` numbers into the cache, a line at a time. Any address may be given.
 template <typename T>
