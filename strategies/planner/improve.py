@@ -18,6 +18,9 @@ _AT_ONCE = 16
 _EXCHANGES = 48
 """Most promising moves of which all pairs are tried."""
 
+_TOGETHER = 4
+"""Rows whose columns are tried in every combination."""
+
 _GAIN = 1e-9
 """Of the step: smaller gains are rounding."""
 
@@ -202,3 +205,32 @@ def exchanges(decision: Decision, rows: np.ndarray, *, sharpness: float | None, 
         if pairs[best] > -_GAIN * abs(still) or taken == 0:
             return
         decision.apply(moves, taken, decision.fraction)
+
+
+def regroup(decision: Decision, rows: np.ndarray, *, rounds: int) -> None:
+    """Tries all columns of a few rows together, drawn anew each round.
+
+    Args:
+        decision: to change.
+        rows: adapters that may move, at least as many as are drawn.
+        rounds: draws.
+    """
+    folded, s = decision.folded, decision.folded.num_columns
+    draw = np.random.default_rng(len(rows))
+    columns = np.stack(np.meshgrid(*[np.arange(s)] * _TOGETHER, indexing="ij"), axis=-1).reshape(-1, _TOGETHER)
+    for _ in range(rounds):
+        few = draw.choice(rows, _TOGETHER, replace=False)
+        singles, base = _singles(decision, few), decision.all_loads()
+        at = np.arange(_TOGETHER)
+        bytes_ = decision.bytes + singles.bytes[at, columns].sum(axis=1)
+        own = singles.own[at, columns].sum(axis=1)
+        good = np.flatnonzero((decision.overshoot(bytes_, decision.fraction) <= 0) & np.isfinite(own))
+        loads = base + sum(singles.loads[row, columns[good, row]] for row in range(_TOGETHER))
+        values = loads.max(axis=-1).sum(axis=-1) + own[good]
+        best = int(values.argmin())
+        if values[best] < base.max(axis=-1).sum() * (1 - _GAIN):
+            trial = decision.copy()
+            moves = Moves(few, columns[good[best]], decision.fraction, _TOGETHER)
+            trial.apply(moves, _TOGETHER, decision.fraction)
+            if trial.value() < decision.value():
+                decision.take(trial)

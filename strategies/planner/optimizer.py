@@ -17,7 +17,7 @@ import numpy as np
 
 from strategies.planner.decision import Decision, Moves
 from strategies.planner.folded import Folded
-from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves
+from strategies.planner.improve import best_fraction, exchanges, make_fit, regroup, single_moves
 from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
 
@@ -40,7 +40,7 @@ _CLOSE = 40
 """Adapters nearest to a tie, which are mended."""
 
 _DIVE = 64
-"""Undecided adapters at most that are decided a few at a time."""
+"""Undecided adapters, the heaviest, that are decided a few at a time."""
 
 _FEW = 3
 """Undecided adapters that are decided at once."""
@@ -49,6 +49,7 @@ _ENOUGH = 1e-3
 """Of the objective: a plan this near to the bound is not mended."""
 
 _TIE_BREAK = 3e-3
+_MANY, _REGROUPED = 6, 40
 
 _SHARPNESS = (200.0, 1000.0)
 _LEVELS = (200.0, 500.0, 1000.0, 3000.0)
@@ -158,7 +159,9 @@ def _harder(folded: Folded, best: _Found, bound_s: float) -> _Found:
     again = _rounded(folded, best.node, relaxed, folded.costs(relaxed.prices.places), bound_s)
     decisions.append(again.decision)
     undecided = np.flatnonzero(relaxed.shares.max(axis=1) < 0.95)
-    if 1 < len(undecided) <= _DIVE:
+    if len(undecided) > 1:
+        heavy = folded.load[undecided].sum(axis=(1, 2))
+        undecided = undecided[np.argsort(-heavy)[:_DIVE]]
         decisions.append(_dived(folded, again, undecided))
     total = again.costs + relaxed.prices.adapter_byte * folded.problem.device_bytes
     for decision in decisions:
@@ -167,6 +170,8 @@ def _harder(folded: Folded, best: _Found, bound_s: float) -> _Found:
         rows = _closest(decision, total)
         for sharpness in (*_SHARPNESS, None):
             exchanges(decision, rows, sharpness=sharpness, rounds=6)
+        if len(rows) >= _MANY:
+            regroup(decision, rows, rounds=_REGROUPED)
         best_fraction(decision)
         if decision.value() > before.value():
             decision.take(before)
@@ -200,8 +205,8 @@ def _sample(folded: Folded) -> Part:
 def _rounded(folded: Folded, node: Node, relaxed: Shares, costs: np.ndarray, bound_s: float) -> _Found:
     """A decision near the relaxed one, mended."""
     prices, problem = relaxed.prices, folded.problem
-    total = costs + prices.adapter_byte * problem.device_bytes
-    shares = relaxed.shares if len(relaxed.shares) == len(folded.rows) else _shares(folded, node, total, prices)
+    total = costs + prices.adapter_byte * problem.device_bytes + _barred(folded, node)
+    shares = relaxed.shares if len(relaxed.shares) == len(folded.rows) else _shares(total, prices)
     byte_s = 3 * prices.adapter_byte + bound_s / max(1.0, float(problem.device_bytes.max(axis=1, initial=0.0).sum()))
 
     def worth(decision: Decision) -> float:
@@ -217,12 +222,15 @@ def _rounded(folded: Folded, node: Node, relaxed: Shares, costs: np.ndarray, bou
     return _Found(best, best.value(), node, relaxed, costs)
 
 
-def _shares(folded: Folded, node: Node, total: np.ndarray, prices: Prices) -> np.ndarray:
+def _barred(folded: Folded, node: Node) -> np.ndarray:
+    """[N, S], inf where a node does not allow a column and leaves another."""
+    usable = folded.problem.allowed & (node.columns | ~folded.problem.active[:, None])
+    return np.where(usable | ~usable.any(axis=1, keepdims=True), 0.0, np.inf)
+
+
+def _shares(total: np.ndarray, prices: Prices) -> np.ndarray:
     """The relaxed decision of all adapters at prices that were found from a few."""
-    usable = node.columns | ~folded.problem.active[:, None]
-    narrow = np.where(usable, total, np.inf)
-    narrow = np.where(np.isfinite(narrow.min(axis=1, keepdims=True)), narrow, total)
-    away = narrow - narrow.min(axis=1, keepdims=True)
+    away = total - total.min(axis=1, keepdims=True)
     shares = prices.softness / (away + prices.softness)
     return shares / shares.sum(axis=1, keepdims=True)
 
@@ -233,11 +241,13 @@ def _level(decision: Decision, prices: Prices, total: np.ndarray, *, sharpness: 
     over = decision.overshoot(decision.bytes, decision.fraction) > 0
     places = 0.5 * prices.places + 0.5 * decision.prices(sharpness)
     leaning = folded.costs(places) + prices.adapter_byte * (1.2 if over else 0.9) * problem.device_bytes
+    leaning[np.isinf(total)] = np.inf
     to = leaning.argmin(axis=1)
     gain = leaning[rows, decision.columns] - leaning[rows, to]
-    loss = np.maximum(total[rows, to] - total[rows, decision.columns], 0.0)
-    score = gain / (loss + 1e-2 * gain + 1e-30)
-    order = np.argsort(-score)[: int((gain > 0).sum())]
+    rising = np.flatnonzero((gain > 0) & np.isfinite(gain))
+    gain = gain[rising]
+    loss = np.maximum(total[rising, to[rising]] - total[rising, decision.columns[rising]], 0.0)
+    order = rising[np.argsort(-gain / (loss + 1e-2 * gain + 1e-30))]
     moves = Moves(order, to[order], decision.fraction, len(order))
     _, number, _ = decision.ladder(moves, sharpness=sharpness, byte_price=byte_s)
     decision.apply(moves, number, decision.fraction)
@@ -269,7 +279,7 @@ def _roundings(folded: Folded, node: Node, shares: np.ndarray, fraction: float):
 def _dived(folded: Folded, best: _Found, free: np.ndarray) -> Decision:
     """Decides the clearest of the `free` adapters, relaxes the rest again, until all are decided; mended."""
     node, fraction = best.node, best.relaxed.fraction
-    columns, shares = best.relaxed.shares.argmax(axis=1), best.relaxed.shares[free]
+    columns, shares = best.decision.columns.copy(), best.relaxed.shares[free]
     while len(free):
         clear = shares.max(axis=1)
         columns[free] = shares.argmax(axis=1)
@@ -302,6 +312,7 @@ def _closest(decision: Decision, total: np.ndarray) -> np.ndarray:
     if len(folded.rows) <= _CLOSE:
         return folded.rows
     now = total[folded.rows, decision.columns]
+    now = np.where(np.isfinite(now), now, 0.0)
     away = total - now[:, None]
     away[folded.rows, decision.columns] = np.inf
     closeness = away.min(axis=1) / np.maximum(np.abs(now), 1e-30)
