@@ -1,0 +1,161 @@
+"""The joint planner: the optimizer step after step, from where it stood, with moves that must pay before they are made.
+
+Hysteresis, as a theorem. Moving an adapter to where it needs bytes that are not there takes m seconds of the link. The
+planner keeps an account for every adapter: each choice in which it would like to move it adds the gain that it predicts
+for one step, at the prices of that choice. The move is made when the account holds m, and costs m. So for every adapter,
+over any run of choices,
+
+    seconds of the link spent on moving it  <=  its account before the run + the gains predicted for it in the run,
+
+and a load that alternates moves the same bytes again only after staying has cost as much as the move: twice the cost
+of the best policy that knows the future, at most, as for any rent-or-buy rule. Going back to the pool moves no bytes
+(the pool keeps its copy) and is always free. Growth of P has an account of the same kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from strategies.planner.folded import Folded
+from strategies.planner.optimizer import Duals, optimize
+from strategies.planner.problem import KvChoice, Plan, PlanProblem, evaluate
+
+_FULL_EVERY = 256
+"""Choices after which prices are found anew whatever happened."""
+
+_DRIFT = 0.02
+"""Of the objective: so much more distance from the bound than after the last full search calls for another one."""
+
+_FADE = 0.9
+"""What an account keeps when its move is not wanted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """A move that has not paid yet.
+
+    Attributes:
+        column: where the adapter would go.
+        saved_s: its account.
+        cost_s: of the move, in all.
+    """
+
+    column: int
+    saved_s: float
+    cost_s: float
+
+
+class JointPlanner:
+    """Minimises the predicted step over all adapters, attention strategies and P at once.
+
+    Args:
+        horizon_steps: by which the problems' `move_s` was divided.
+    """
+
+    name = "joint"
+
+    def __init__(self, *, horizon_steps: float = 1000.0) -> None:
+        self._horizon_steps = horizon_steps
+        self._start: Duals | None = None
+        self._age, self._gap = 0, 0.0
+        self._accounts: dict[int, float] = {}
+        self._kv_account = 0.0
+        self.waiting: dict[int, Waiting] = {}
+
+    def observe(self, tokens: Mapping[int, int]) -> None:
+        """Learns nothing: expected loads are in the problems."""
+
+    def forget(self, row: int) -> None:
+        """The row belongs to another adapter from here on."""
+        self._accounts.pop(row, None)
+        self.waiting.pop(row, None)
+
+    def choose(self, problem: PlanProblem) -> Plan:
+        """The best plan whose moves have paid.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        wanted, duals = self._solve(problem)
+        barred = self._settle(problem, wanted, duals)
+        kv = self._settle_kv(problem, wanted)
+        if barred is None and kv is None:
+            return wanted
+        allowed = problem.allowed if barred is None else problem.allowed & ~barred
+        held = dataclasses.replace(problem, allowed=allowed, kv=problem.kv if kv is None else kv)
+        columns = np.where(held.allowed[np.arange(len(allowed)), duals.strategy], duals.strategy, problem.current)
+        plan, _ = optimize(held, duals._replace(strategy=columns.astype(np.int8)))
+        return plan
+
+    def _solve(self, problem: PlanProblem) -> tuple[Plan, Duals]:
+        start = self._start
+        if start is not None and (len(start.strategy) != problem.num_adapters or self._age >= _FULL_EVERY):
+            start = None
+        plan, duals = optimize(problem, start)
+        gap = plan.objective_s - duals.bound_s
+        if start is not None and gap > self._gap + _DRIFT * plan.objective_s:
+            start = None
+            plan, duals = optimize(problem)
+            gap = plan.objective_s - duals.bound_s
+        if start is None:
+            self._age, self._gap = 0, gap
+        self._age += 1
+        self._start = duals
+        return plan, duals
+
+    def _settle(self, problem: PlanProblem, wanted: Plan, duals: Duals) -> np.ndarray | None:
+        """Adds gains, pays for moves that can be paid; [N, S] moves that are barred, or None."""
+        rows = np.arange(problem.num_adapters)
+        columns = wanted.strategy.astype(int)
+        costs_s = problem.move_s * self._horizon_steps
+        moving = (columns != problem.current) & (costs_s[rows, columns] > 0)
+        self.waiting = {}
+        for row in [row for row in self._accounts if not moving[row]]:
+            self._accounts[row] *= _FADE
+        if not moving.any():
+            return None
+        folded = Folded(problem)
+        total = folded.costs(duals.prices.places) - problem.move_s + duals.prices.adapter_byte * problem.device_bytes
+        barred = np.zeros(problem.allowed.shape, bool)
+        for row in map(int, np.flatnonzero(moving)):
+            self._settle_one(problem, row, int(columns[row]), total[row], costs_s[row], barred)
+        return barred if barred.any() else None
+
+    def _settle_one(
+        self, problem: PlanProblem, row: int, to: int, total: np.ndarray, costs_s: np.ndarray, barred: np.ndarray
+    ) -> None:
+        free = problem.allowed[row] & ((costs_s <= 0) | (np.arange(len(costs_s)) == problem.current[row]))
+        if not free.any():
+            return  # pinned where it is not yet: the move has to be made
+        gain = max(0.0, float(total[free].min() - total[to]))
+        saved = self._accounts.get(row, 0.0) + gain
+        cost = float(costs_s[to])
+        if saved >= cost:
+            self._accounts[row] = saved - cost
+            return
+        self._accounts[row] = saved
+        self.waiting[row] = Waiting(to, saved, cost)
+        barred[row] = ~free & problem.allowed[row]
+
+    def _settle_kv(self, problem: PlanProblem, wanted: Plan) -> KvChoice | None:
+        """The same for growth of P: KvChoice without growth, or None."""
+        kv = problem.kv
+        growth = wanted.kv_fraction - max(kv.current_fraction, kv.min_fraction)
+        cost = growth * kv.move_s * self._horizon_steps
+        if cost <= 0 or kv.device_bytes <= 0:
+            self._kv_account *= _FADE
+            return None
+        stays = max(kv.current_fraction, kv.min_fraction)
+        without = evaluate(problem, wanted.strategy, wanted.attention, stays)
+        self._kv_account += max(0.0, without.step_s - wanted.step_s)
+        if self._kv_account >= cost:
+            self._kv_account -= cost
+            return None
+        limit = stays * kv.device_bytes * (1 + 1e-12)
+        if kv.kv_budget_bytes is not None:
+            limit = min(limit, kv.kv_budget_bytes)
+        return dataclasses.replace(kv, kv_budget_bytes=limit)
+
