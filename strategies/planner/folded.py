@@ -25,6 +25,7 @@ class Folded:
         spread: [H, D'], how often work at a home loads each pool device.
         own: [N, S] seconds that no other choice changes: serial time and moves; inf where not allowed.
         load: [N, S, F * R].
+        for_free: [S] bool, columns that everyone may have and that take no device memory.
         base: [F, Q], -inf at places that do not count.
         fixed: [S, F, Q] and fixed_serial: [S], while an active adapter uses the column.
         kv_device: [Q], kv_pool: [A, Q], of the phase of attention.
@@ -68,6 +69,7 @@ class Folded:
         stays = problem.current >= 0
         own[self.rows[stays], problem.current[stays]] -= tie
         self.own = np.where(problem.allowed, own, np.inf)
+        self.for_free = (problem.allowed & (problem.device_bytes <= 0)).all(axis=0)
 
     def _by_device(self, load: np.ndarray) -> np.ndarray:
         """Loads [F, D, R], device columns of pool device 0, as places [F, Q]."""

@@ -21,7 +21,7 @@ from strategies.planner.improve import best_fraction, exchanges, make_fit, regro
 from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
 
-_SAMPLE = 72
+_SAMPLE = 52
 """Adapters that are heavy, and as many that stand for the others, where prices are found from fewer than all."""
 
 _GAP = 1e-3
@@ -32,6 +32,12 @@ _WORTH = 3e-3
 
 _NODES = 5
 """Parts that are looked into at most."""
+
+_SAMPLE_GAP = 3e-3
+"""The same where prices are found from some adapters: more would be lost on the choice of these."""
+
+_WHOLE = 0.999
+"""P from which all KV is on the device."""
 
 _SMALL_CHARGES = 0.01
 """Of the objective: fixed charges that hardly change the prices."""
@@ -48,11 +54,18 @@ _FEW = 3
 _ENOUGH = 1e-3
 """Of the objective: a plan this near to the bound is not mended."""
 
+_FAR = 0.01
+"""Of the objective: a plan this far from its bound is looked at harder."""
+
+_REFINED = 24
+"""Adapters nearest to a tie that a start from an earlier answer mends."""
+
 _TIE_BREAK = 3e-3
 _MANY, _REGROUPED = 6, 40
 
 _SHARPNESS = (200.0, 1000.0)
 _LEVELS = (200.0, 500.0, 1000.0, 3000.0)
+_DRAWS = 2
 _GOLDEN = 0.6180339887498949
 
 
@@ -64,7 +77,7 @@ class Duals(NamedTuple):
         attention: index of its attention strategy.
         fraction: its P.
         prices: that supported it.
-        bound_s: no plan of that problem has a smaller objective.
+        bound_s: no plan of that problem has a smaller objective (after a start: none with the same strategies in use).
     """
 
     strategy: np.ndarray
@@ -104,7 +117,11 @@ def _smallest(folded: Folded) -> Decision:
             f"and the {problem.kv.min_fraction * problem.kv.device_bytes:.0f} of KV that is being written: unpin "
             "adapters, run fewer sequences or raise the budget"
         )
-    best_fraction(decision)
+    for attention in range(len(problem.kv.strategies)):
+        trial = decision.copy()
+        trial.attention, trial.fraction = attention, max(trial.fraction, problem.max_fraction(trial.bytes))
+        if trial.fits and trial.value() < decision.value():
+            decision.take(trial)
     return decision
 
 
@@ -123,17 +140,18 @@ def _searched(folded: Folded) -> tuple[Plan, Duals]:
     smallest = _smallest(folded)
     scale_s = smallest.value()
     among, sample = nodes(folded), _sample(folded)
+    gap = _GAP if len(sample.rows) == len(folded.rows) else _SAMPLE_GAP
     open_, lost, best = np.ones(len(among), bool), np.inf, None
-    node = Node(smallest.attention, np.ones(folded.num_columns, bool), smallest.fraction >= 1, charged=False)
-    relaxed = relax(folded, node, sample, scale_s=scale_s, gap=_GAP)
+    node = Node(smallest.attention, np.ones(folded.num_columns, bool), charged=False)
+    relaxed = relax(folded, node, sample, scale_s=scale_s, gap=gap)
     costs = folded.costs(relaxed.prices.places)
     bounds = lower_bounds(folded, relaxed.prices, costs, among)
     for _ in range(_NODES):
         at = int(np.where(open_, bounds, np.inf).argmin())
         if best is not None and bounds[at] + 0.5 * max(0.0, lost) > (1 - _WORTH) * best.value_s:
             break
-        if best is not None or not _same(folded, among[at], node, scale_s):
-            relaxed = relax(folded, among[at], sample, scale_s=scale_s, gap=_GAP)
+        if best is not None or not _same(folded, among[at], node, relaxed, scale_s):
+            relaxed = relax(folded, among[at], sample, scale_s=scale_s, gap=gap)
             costs = folded.costs(relaxed.prices.places)
             bounds = np.maximum(bounds, lower_bounds(folded, relaxed.prices, costs, among))
         open_[at] = False
@@ -145,7 +163,7 @@ def _searched(folded: Folded) -> tuple[Plan, Duals]:
             break
     assert best is not None
     bound_s = float(bounds.min())
-    if best.value_s > bound_s * (1 + _WORTH):
+    if best.value_s > bound_s * (1 + _FAR):
         best = _harder(folded, best, bound_s)
     decision = best.decision if best.value_s <= scale_s else smallest
     return _answer(decision, best.relaxed.prices, bound_s)
@@ -179,11 +197,11 @@ def _harder(folded: Folded, best: _Found, bound_s: float) -> _Found:
     return again._replace(decision=decision, value_s=decision.value())
 
 
-def _same(folded: Folded, node: Node, uncharged: Node, scale_s: float) -> bool:
-    """Whether charges are so small that a node needs no prices of its own."""
+def _same(folded: Folded, node: Node, uncharged: Node, relaxed: Shares, scale_s: float) -> bool:
+    """Whether the relaxation without charges is as good as that of a node."""
     charges = folded.fixed[node.columns].max(axis=2, initial=0.0).sum() + folded.fixed_serial[node.columns].sum()
-    same_kv = (node.attention, node.whole) == (uncharged.attention, uncharged.whole)
-    return same_kv and bool(charges <= _SMALL_CHARGES * scale_s)
+    same_kv = node.attention == uncharged.attention if relaxed.fraction < _WHOLE else node.whole
+    return same_kv and node.whole == (relaxed.fraction >= _WHOLE) and bool(charges <= _SMALL_CHARGES * scale_s)
 
 
 def _sample(folded: Folded) -> Part:
@@ -214,6 +232,8 @@ def _rounded(folded: Folded, node: Node, relaxed: Shares, costs: np.ndarray, bou
 
     best = min(_roundings(folded, node, shares, relaxed.fraction), key=worth)
     for sharpness in _LEVELS:
+        if worth(best) <= bound_s * (1 + _ENOUGH):
+            break
         _level(best, prices, total, sharpness=sharpness, byte_s=byte_s)
     make_fit(best, costs)
     if best.value() > bound_s * (1 + _ENOUGH):
@@ -269,8 +289,8 @@ def _roundings(folded: Folded, node: Node, shares: np.ndarray, fraction: float):
     edges = shares.cumsum(axis=1)
     turn = np.empty(len(shares))
     turn[np.lexsort((folded.own.min(axis=1) + folded.problem.device_bytes.sum(axis=1), folded.home))] = folded.rows
-    for draw in range(4):
-        at = (_GOLDEN * turn + draw / 4) % 1 * 0.998 + 0.001
+    for draw in range(_DRAWS):
+        at = (_GOLDEN * turn + draw / _DRAWS) % 1 * 0.998 + 0.001
         column = (edges < at[:, None]).sum(axis=1)
         column = np.where(shares[folded.rows, np.minimum(column, shares.shape[1] - 1)] > 1e-6, column, largest)
         yield Decision(folded, column, attention=node.attention, fraction=fraction)
@@ -307,16 +327,16 @@ def _mend(decision: Decision, total: np.ndarray) -> None:
     best_fraction(decision)
 
 
-def _closest(decision: Decision, total: np.ndarray) -> np.ndarray:
+def _closest(decision: Decision, total: np.ndarray, number: int = _CLOSE) -> np.ndarray:
     folded = decision.folded
-    if len(folded.rows) <= _CLOSE:
+    if len(folded.rows) <= number:
         return folded.rows
     now = total[folded.rows, decision.columns]
     now = np.where(np.isfinite(now), now, 0.0)
     away = total - now[:, None]
     away[folded.rows, decision.columns] = np.inf
     closeness = away.min(axis=1) / np.maximum(np.abs(now), 1e-30)
-    return np.argpartition(closeness, _CLOSE)[:_CLOSE]
+    return np.argpartition(closeness, number)[:number]
 
 
 def _refined(folded: Folded, start: Duals) -> tuple[Plan, Duals]:
@@ -334,9 +354,10 @@ def _refined(folded: Folded, start: Duals) -> tuple[Plan, Duals]:
     moves = _wanted(decision, total)
     _, number, _ = decision.ladder(moves, sharpness=None, byte_price=np.inf)
     decision.apply(moves, number, decision.fraction)
-    single_moves(decision, _closest(decision, total), sharpness=None, rounds=2)
+    single_moves(decision, _closest(decision, total, _REFINED), sharpness=None, rounds=1)
     best_fraction(decision)
-    bound = lower_bounds(folded, prices, costs, nodes(folded)).min()
+    ways = [(attention, False) for attention in range(len(problem.kv.strategies))] + [(0, True)]
+    bound = lower_bounds(folded, prices, costs, [Node(a, decision.count > 0, whole) for a, whole in ways]).min()
     return _answer(decision, prices, float(bound))
 
 

@@ -91,17 +91,27 @@ def nodes(folded: Folded) -> list[Node]:
         every = itertools.product([True, False], repeat=folded.num_columns)
         sets = [np.array(columns) for columns in every if any(columns)]
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]
-    every_node = [Node(attention, columns, whole) for attention, whole in ways for columns in sets]
-    return [node for node in every_node if _fits(folded, node)]
+    least = [_least_bytes(folded, columns) for columns in sets]
+    return [
+        Node(attention, columns, whole)
+        for attention, whole in ways
+        for columns, bytes_ in zip(sets, least, strict=True)
+        if _fits(folded, bytes_, whole)
+    ]
 
 
-def _fits(folded: Folded, node: Node) -> bool:
-    problem, kv = folded.problem, folded.problem.kv
-    usable = problem.allowed & (node.columns | ~problem.active[:, None])
-    least = float(np.where(usable, problem.device_bytes, np.inf).min(axis=1, initial=np.inf).sum())
-    if least > problem.adapter_budget_bytes * (1 + 1e-12):
-        return False
-    return not node.whole or problem.max_fraction(least) >= 1
+def _least_bytes(folded: Folded, columns: np.ndarray) -> float:
+    """Device memory of adapters when each takes as little as it can."""
+    problem = folded.problem
+    if folded.for_free[columns].any():
+        return 0.0
+    usable = problem.allowed & (columns | ~problem.active[:, None])
+    return float(np.where(usable, problem.device_bytes, np.inf).min(axis=1, initial=np.inf).sum())
+
+
+def _fits(folded: Folded, least: float, whole: bool) -> bool:
+    problem = folded.problem
+    return least <= problem.adapter_budget_bytes * (1 + 1e-12) and (not whole or problem.max_fraction(least) >= 1)
 
 
 def fractions(folded: Folded, node: Node) -> np.ndarray:
@@ -137,7 +147,10 @@ def lower_bounds(folded: Folded, prices: Prices, costs: np.ndarray, among: list[
         key = tuple(node.columns.tolist())
         if key not in seen:
             seen[key] = float(acting[node.columns].min(axis=0).sum() + fixed[node.columns].sum())
-    ways = {(node.attention, node.whole): _kv_bound(folded, prices, node) for node in among}
+    ways: dict[tuple[int, bool], float] = {}
+    for node in among:
+        if (node.attention, node.whole) not in ways:
+            ways[node.attention, node.whole] = _kv_bound(folded, prices, node)
     by_columns = [seen[tuple(node.columns.tolist())] for node in among]
     return np.array(
         [common + ways[node.attention, node.whole] + s for node, s in zip(among, by_columns, strict=True)]

@@ -219,13 +219,15 @@ def resource_loads(
     num_pool = problem.num_pool_devices
     loads = problem.base_load_s.copy()
     serial = problem.base_serial_s + problem.serial_s[rows, strategy].sum(axis=0)
-    used = np.unique(strategy[problem.active])
-    common = problem.fixed_load_s[used].sum(axis=0) + chosen[problem.home == STRIPED].sum(axis=0)
+    used = np.flatnonzero(np.bincount(strategy[problem.active], minlength=len(problem.strategies)))
+    common = problem.fixed_load_s[used].sum(axis=0)
     serial = serial + problem.fixed_serial_s[used].sum(axis=0)
+    homes = (problem.home == np.arange(STRIPED, num_pool)[:, None]).astype(float)
+    by_home = (homes @ chosen.reshape(len(rows), -1)).reshape(num_pool + 1, *common.shape)
+    common += by_home[0]
     loads[:, :, DEVICE_RESOURCES:] += common[:, None, DEVICE_RESOURCES:]
-    for device in range(num_pool):
-        loads[:, device, DEVICE_RESOURCES:] += chosen[problem.home == device].sum(axis=0)[:, DEVICE_RESOURCES:]
-    on_device = chosen.sum(axis=0) + problem.fixed_load_s[used].sum(axis=0)
+    loads[:, :, DEVICE_RESOURCES:] += np.swapaxes(by_home[1:], 0, 1)[:, :, DEVICE_RESOURCES:]
+    on_device = by_home.sum(axis=0) + problem.fixed_load_s[used].sum(axis=0)
     loads[:, :, :DEVICE_RESOURCES] = (loads[:, 0] + on_device)[:, None, :DEVICE_RESOURCES]
 
     kv, index = problem.kv, problem.kv.strategies.index(attention)
