@@ -13,6 +13,10 @@ import numpy as np
 from strategies.planner.folded import Folded
 
 
+_ROUNDING_BYTES = 1e-5
+"""Running sums of bytes may be off by this."""
+
+
 class Moves(NamedTuple):
     """Rows and their next columns, in order; and P, which changes after the first `kv_at` of them.
 
@@ -74,7 +78,7 @@ class Decision:
         over = adapter_bytes + kv_bytes - problem.budget_bytes
         if kv.adapter_budget_bytes is not None:
             over = np.maximum(over, adapter_bytes - kv.adapter_budget_bytes)
-        return np.maximum(over - 1e-10 * problem.budget_bytes, 0.0)
+        return np.maximum(over - _ROUNDING_BYTES - 1e-10 * problem.budget_bytes, 0.0)
 
     def value(self) -> float:
         """The objective, as `evaluate` defines it (but for what decides ties)."""

@@ -1,9 +1,9 @@
 """Why an adapter has its strategy: what every other one would do to the step if only this adapter changed.
 
-    explain(problem, plan, row, waiting=planner.waiting.get(row)).as_text()
+explain(problem, plan, row, waiting=planner.waiting.get(row)).as_text()
 
-    resident: the step would take 1.2 us less; 4.5 MB on the device; does not fit: 1.1 MB are free
-    near_data (serves it): 0 bytes on the device
+resident: the step would take 1.2 us less; 4.5 MB on the device; does not fit: 1.1 MB are free
+near_data (serves it): 0 bytes on the device
 """
 
 from __future__ import annotations
@@ -111,9 +111,7 @@ def explain(problem: PlanProblem, plan: Plan, row: int, *, waiting: Waiting | No
     return Explanation(row, bool(problem.active[row]), tuple(options), tuple(phases), int(free))
 
 
-def _hindrance(
-    problem: PlanProblem, row: int, column: int, now: int, free: float, waiting: Waiting | None
-) -> str:
+def _hindrance(problem: PlanProblem, row: int, column: int, now: int, free: float, waiting: Waiting | None) -> str:
     if not problem.allowed[row, column]:
         return "not allowed for it"
     more = float(np.subtract(problem.device_bytes[row, column], problem.device_bytes[row, now]))

@@ -43,7 +43,7 @@ def make_fit(decision: Decision, costs: np.ndarray) -> None:
         if over <= 0:
             return
         options = []
-        if (decision.fraction - kv.min_fraction) * kv.device_bytes >= over:
+        if (decision.fraction - kv.min_fraction) * kv.device_bytes >= over * (1 - 1e-9):
             fewer = decision.copy()
             fewer.fraction = max(kv.min_fraction, decision.fraction - over * (1 + 1e-9) / kv.device_bytes)
             options.append(fewer)

@@ -53,6 +53,10 @@ class JointPlanner:
 
     Args:
         horizon_steps: by which the problems' `move_s` was divided.
+
+    Attributes:
+        waiting: by row, moves that have not paid yet, as of the last choice.
+        gained_s: by row, the gains predicted for its moves so far, of which they are paid.
     """
 
     name = "joint"
@@ -64,6 +68,7 @@ class JointPlanner:
         self._accounts: dict[int, float] = {}
         self._kv_account = 0.0
         self.waiting: dict[int, Waiting] = {}
+        self.gained_s: dict[int, float] = {}
 
     def observe(self, tokens: Mapping[int, int]) -> None:
         """Learns nothing: expected loads are in the problems."""
@@ -72,6 +77,7 @@ class JointPlanner:
         """The row belongs to another adapter from here on."""
         self._accounts.pop(row, None)
         self.waiting.pop(row, None)
+        self.gained_s.pop(row, None)
 
     def choose(self, problem: PlanProblem) -> Plan:
         """The best plan whose moves have paid.
@@ -131,6 +137,7 @@ class JointPlanner:
         if not free.any():
             return  # pinned where it is not yet: the move has to be made
         gain = max(0.0, float(total[free].min() - total[to]))
+        self.gained_s[row] = self.gained_s.get(row, 0.0) + gain
         saved = self._accounts.get(row, 0.0) + gain
         cost = float(costs_s[to])
         if saved >= cost:
@@ -158,4 +165,3 @@ class JointPlanner:
         if kv.kv_budget_bytes is not None:
             limit = min(limit, kv.kv_budget_bytes)
         return dataclasses.replace(kv, kv_budget_bytes=limit)
-

@@ -18,6 +18,7 @@ import numpy as np
 from strategies.planner.decision import Decision, Moves
 from strategies.planner.folded import Folded
 from strategies.planner.improve import best_fraction, exchanges, make_fit, regroup, single_moves
+from strategies.planner.policies import FixedPolicy
 from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
 
@@ -172,7 +173,7 @@ def _searched(folded: Folded) -> tuple[Plan, Duals]:
 def _harder(folded: Folded, best: _Found, bound_s: float) -> _Found:
     """What takes longer, in the part of the plans where the best one was found."""
     everyone = Part(folded.rows, np.ones(len(folded.rows)), folded.base, 0.0)
-    decisions = [best.decision]
+    decisions = [best.decision, _simplest(folded)]
     relaxed = relax(folded, best.node, everyone, scale_s=best.value_s, gap=_GAP / 2, tie_break=_TIE_BREAK)
     again = _rounded(folded, best.node, relaxed, folded.costs(relaxed.prices.places), bound_s)
     decisions.append(again.decision)
@@ -195,6 +196,14 @@ def _harder(folded: Folded, best: _Found, bound_s: float) -> _Found:
             decision.take(before)
     decision = min(decisions, key=Decision.value)
     return again._replace(decision=decision, value_s=decision.value())
+
+
+def _simplest(folded: Folded) -> Decision:
+    """The best of the plans that give everyone the same strategy."""
+    plans = [FixedPolicy(name).choose(folded.problem) for name in folded.problem.strategies]
+    plan = min(plans, key=lambda plan: plan.objective_s)
+    attention = folded.problem.kv.strategies.index(plan.attention)
+    return Decision(folded, plan.strategy.astype(int), attention=attention, fraction=plan.kv_fraction)
 
 
 def _same(folded: Folded, node: Node, uncharged: Node, relaxed: Shares, scale_s: float) -> bool:

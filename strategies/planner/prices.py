@@ -146,15 +146,13 @@ def lower_bounds(folded: Folded, prices: Prices, costs: np.ndarray, among: list[
     for node in among:
         key = tuple(node.columns.tolist())
         if key not in seen:
-            seen[key] = float(acting[node.columns].min(axis=0).sum() + fixed[node.columns].sum())
+            seen[key] = float(acting[node.columns].min(axis=0, initial=np.inf).sum() + fixed[node.columns].sum())
     ways: dict[tuple[int, bool], float] = {}
     for node in among:
         if (node.attention, node.whole) not in ways:
             ways[node.attention, node.whole] = _kv_bound(folded, prices, node)
     by_columns = [seen[tuple(node.columns.tolist())] for node in among]
-    return np.array(
-        [common + ways[node.attention, node.whole] + s for node, s in zip(among, by_columns, strict=True)]
-    )
+    return np.array([common + ways[node.attention, node.whole] + s for node, s in zip(among, by_columns, strict=True)])
 
 
 def _kv_bound(folded: Folded, prices: Prices, node: Node) -> float:
@@ -166,9 +164,7 @@ def _kv_bound(folded: Folded, prices: Prices, node: Node) -> float:
     return merge + float((loads @ prices.places[kv.phase] + prices.joint * kv.device_bytes * at + moved).min())
 
 
-def relax(
-    folded: Folded, node: Node, part: Part, *, scale_s: float, gap: float, tie_break: float = 0.0
-) -> Shares:
+def relax(folded: Folded, node: Node, part: Part, *, scale_s: float, gap: float, tie_break: float = 0.0) -> Shares:
     """Solves the linear relaxation of a part of the adapters.
 
     Args:

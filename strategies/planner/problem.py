@@ -223,7 +223,7 @@ def resource_loads(
     common = problem.fixed_load_s[used].sum(axis=0)
     serial = serial + problem.fixed_serial_s[used].sum(axis=0)
     homes = (problem.home == np.arange(STRIPED, num_pool)[:, None]).astype(float)
-    by_home = (homes @ chosen.reshape(len(rows), -1)).reshape(num_pool + 1, *common.shape)
+    by_home = (homes @ chosen.reshape(len(rows), common.size)).reshape(num_pool + 1, *common.shape)
     common += by_home[0]
     loads[:, :, DEVICE_RESOURCES:] += common[:, None, DEVICE_RESOURCES:]
     loads[:, :, DEVICE_RESOURCES:] += np.swapaxes(by_home[1:], 0, 1)[:, :, DEVICE_RESOURCES:]

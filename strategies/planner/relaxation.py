@@ -169,7 +169,11 @@ class Relaxation:
         )
         by, dual_by = (min(1.0, _STEP * reach) for reach in _reach(point, move))
         return _Point(
-            x + by * move.x, slack + by * move.slack, t + by * move.t, z + dual_by * move.z, prices + dual_by * move.prices
+            x + by * move.x,
+            slack + by * move.slack,
+            t + by * move.t,
+            z + dual_by * move.z,
+            prices + dual_by * move.prices,
         ), aim
 
 
