@@ -12,7 +12,6 @@ import numpy as np
 
 from strategies.planner.folded import Folded
 
-
 _ROUNDING_BYTES = 1e-5
 """Running sums of bytes may be off by this."""
 

@@ -54,7 +54,7 @@ def make_fit(decision: Decision, costs: np.ndarray) -> None:
 
 
 def _shed(decision: Decision, costs: np.ndarray, over: float) -> bool:
-    """Moves adapters to columns of fewer bytes until `over` bytes are free or nothing is left; says whether they are."""
+    """Moves adapters to columns of fewer bytes until `over` bytes are free; says whether that many could be freed."""
     folded, problem = decision.folded, decision.folded.problem
     now = decision.columns
     freed = problem.device_bytes[folded.rows, now][:, None] - problem.device_bytes
@@ -215,7 +215,7 @@ def regroup(decision: Decision, rows: np.ndarray, *, rounds: int) -> None:
         rows: adapters that may move, at least as many as are drawn.
         rounds: draws.
     """
-    folded, s = decision.folded, decision.folded.num_columns
+    s = decision.folded.num_columns
     draw = np.random.default_rng(len(rows))
     columns = np.stack(np.meshgrid(*[np.arange(s)] * _TOGETHER, indexing="ij"), axis=-1).reshape(-1, _TOGETHER)
     for _ in range(rounds):

@@ -1,9 +1,9 @@
 """The joint planner: the optimizer step after step, from where it stood, with moves that must pay before they are made.
 
 Hysteresis, as a theorem. Moving an adapter to where it needs bytes that are not there takes m seconds of the link. The
-planner keeps an account for every adapter: each choice in which it would like to move it adds the gain that it predicts
-for one step, at the prices of that choice. The move is made when the account holds m, and costs m. So for every adapter,
-over any run of choices,
+planner keeps an account for every adapter: each choice in which it would like to move it adds the gain that it
+predicts for one step, at the prices of that choice. The move is made when the account holds m, and costs m. So for
+every adapter that has a choice, over any run of choices,
 
     seconds of the link spent on moving it  <=  its account before the run + the gains predicted for it in the run,
 
@@ -90,7 +90,9 @@ class JointPlanner:
         kv = self._settle_kv(problem, wanted)
         if barred is None and kv is None:
             return wanted
-        allowed = problem.allowed if barred is None else problem.allowed & ~barred
+        if barred is None:
+            barred = self._moves_not_made(problem, wanted)
+        allowed = problem.allowed & ~barred
         held = dataclasses.replace(problem, allowed=allowed, kv=problem.kv if kv is None else kv)
         columns = np.where(held.allowed[np.arange(len(allowed)), duals.strategy], duals.strategy, problem.current)
         plan, _ = optimize(held, duals._replace(strategy=columns.astype(np.int8)))
@@ -125,27 +127,35 @@ class JointPlanner:
             return None
         folded = Folded(problem)
         total = folded.costs(duals.prices.places) - problem.move_s + duals.prices.adapter_byte * problem.device_bytes
-        barred = np.zeros(problem.allowed.shape, bool)
-        for row in map(int, np.flatnonzero(moving)):
-            self._settle_one(problem, row, int(columns[row]), total[row], costs_s[row], barred)
-        return barred if barred.any() else None
+        here = np.arange(costs_s.shape[1]) == problem.current[:, None]
+        free = problem.allowed & ((costs_s <= 0) | here)
+        barred = problem.allowed & ~free & free.any(axis=1, keepdims=True)  # pinned where it is not: it has to move
+        unpaid = False
+        for row in map(int, np.flatnonzero(moving & free.any(axis=1))):
+            to = int(columns[row])
+            gain = max(0.0, float(total[row, free[row]].min() - total[row, to]))
+            paid = self._settle_one(row, to, gain, float(costs_s[row, to]))
+            barred[row, to] = not paid
+            unpaid |= not paid
+        return barred if unpaid else None
 
-    def _settle_one(
-        self, problem: PlanProblem, row: int, to: int, total: np.ndarray, costs_s: np.ndarray, barred: np.ndarray
-    ) -> None:
-        free = problem.allowed[row] & ((costs_s <= 0) | (np.arange(len(costs_s)) == problem.current[row]))
-        if not free.any():
-            return  # pinned where it is not yet: the move has to be made
-        gain = max(0.0, float(total[free].min() - total[to]))
-        self.gained_s[row] = self.gained_s.get(row, 0.0) + gain
-        saved = self._accounts.get(row, 0.0) + gain
-        cost = float(costs_s[to])
-        if saved >= cost:
-            self._accounts[row] = saved - cost
-            return
+    def _moves_not_made(self, problem: PlanProblem, wanted: Plan) -> np.ndarray:
+        """[N, S], moves that the plan does not make: a second plan shall not begin them unpaid."""
+        rows = np.arange(problem.num_adapters)
+        stays = (problem.move_s <= 0) | (np.arange(problem.move_s.shape[1]) == problem.current[:, None])
+        stays[rows, wanted.strategy] = True
+        return problem.allowed & ~stays
+
+    def _settle_one(self, row: int, to: int, gain_s: float, cost_s: float) -> bool:
+        """Adds a gain to an account and pays from it if it can; says whether it could."""
+        self.gained_s[row] = self.gained_s.get(row, 0.0) + gain_s
+        saved = self._accounts.get(row, 0.0) + gain_s
+        if saved >= cost_s:
+            self._accounts[row] = saved - cost_s
+            return True
         self._accounts[row] = saved
-        self.waiting[row] = Waiting(to, saved, cost)
-        barred[row] = ~free & problem.allowed[row]
+        self.waiting[row] = Waiting(to, saved, cost_s)
+        return False
 
     def _settle_kv(self, problem: PlanProblem, wanted: Plan) -> KvChoice | None:
         """The same for growth of P: KvChoice without growth, or None."""

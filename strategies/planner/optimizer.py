@@ -114,9 +114,9 @@ def _smallest(folded: Folded) -> Decision:
     decision = Decision(folded, alone.argmin(axis=1), attention=0, fraction=problem.kv.min_fraction)
     if not decision.fits or decision.bytes > problem.adapter_budget_bytes * (1 + 1e-9):
         raise PlanError(
-            f"{problem.budget_bytes:.0f} bytes of device memory cannot hold the {decision.bytes:.0f} of pinned adapters "
-            f"and the {problem.kv.min_fraction * problem.kv.device_bytes:.0f} of KV that is being written: unpin "
-            "adapters, run fewer sequences or raise the budget"
+            f"{problem.budget_bytes:.0f} bytes of device memory cannot hold the {decision.bytes:.0f} of pinned "
+            f"adapters and the {problem.kv.min_fraction * problem.kv.device_bytes:.0f} of KV that is being written: "
+            "unpin adapters, run fewer sequences or raise the budget"
         )
     for attention in range(len(problem.kv.strategies)):
         trial = decision.copy()

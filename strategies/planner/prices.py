@@ -103,7 +103,7 @@ def nodes(folded: Folded) -> list[Node]:
 def _least_bytes(folded: Folded, columns: np.ndarray) -> float:
     """Device memory of adapters when each takes as little as it can."""
     problem = folded.problem
-    if folded.for_free[columns].any():
+    if np.any(folded.for_free & columns):
         return 0.0
     usable = problem.allowed & (columns | ~problem.active[:, None])
     return float(np.where(usable, problem.device_bytes, np.inf).min(axis=1, initial=np.inf).sum())

@@ -12,7 +12,7 @@ from strategies.planner.problem import PlanError, violations
 from tests.strategies.planner.instances import NAMES, random_instance
 from tests.strategies.planner.milp_reference import exact
 
-SEEDS = range(200) if os.environ.get("PLORA_TEST_ALL") else [*range(0, 12), 14, 19, 23, 28, 31, 36, 47, 56]
+SEEDS = range(200) if os.environ.get("PLORA_TEST_ALL") else [*range(12), 14, 19, 23, 28, 31, 36, 47, 56]
 """PLORA_TEST_ALL=1 solves all 200 instances exactly, which takes minutes."""
 
 WORST, MEAN = 0.02, 0.005
