@@ -60,9 +60,12 @@ class Decision:
         """[F, Q], with fixed charges and KV."""
         folded = self.folded
         loads = self.loads + self.folded.fixed[self.count > 0].sum(axis=0)
-        kv_loads = self.fraction * folded.kv_device + (1 - self.fraction) * folded.kv_pool[self.attention]
-        loads[folded.problem.kv.phase] += kv_loads
+        loads[folded.problem.kv.phase] += self.kv_loads(self.fraction)
         return loads
+
+    def kv_loads(self, fraction: float) -> np.ndarray:
+        """[Q], of attention in its phase when P is `fraction`."""
+        return fraction * self.folded.kv_device + (1 - fraction) * self.folded.kv_pool[self.attention]
 
     def kv_own(self, fraction):
         """Seconds of KV that are no load: the merge and copies; for any shape of fractions."""

@@ -76,26 +76,30 @@ def best_fraction(decision: Decision) -> None:
     most = min(float(edges[-1]), problem.max_fraction(decision.bytes))
     if most < kv.min_fraction:
         return
-    best = decision.value() if decision.fits and decision.fraction <= most else np.inf
+    without_kv = decision.all_loads()[kv.phase]
+    without_kv -= decision.kv_loads(decision.fraction)
+    best, best_s = None, np.inf
+    trial = decision.copy()
     for attention in range(len(kv.strategies)):
-        trial = decision.copy()
         trial.attention = attention
-        for low, high in ((edges[0], min(edges[1], most)), (edges[1], most)):
-            if high < low:
-                continue
-            for fraction in _bends(trial, float(low), float(high)):
-                trial.fraction = fraction
-                if (value := trial.value()) < best:
-                    best, decision.attention, decision.fraction = value, attention, fraction
+        at_zero = without_kv + trial.kv_loads(0.0)
+        slope = trial.kv_loads(1.0) - trial.kv_loads(0.0)
+        tried = [decision.fraction] if kv.min_fraction <= decision.fraction <= most else []
+        for low, high, move_s in ((edges[0], min(edges[1], most), 0.0), (edges[1], most, kv.move_s)):
+            if high >= low:
+                tried += _bends(at_zero, slope, move_s, between=(float(low), float(high)))
+        at = np.array(tried)
+        values = (at_zero + at[:, None] * slope).max(axis=1) + trial.kv_own(at)
+        if values.min() < best_s:
+            best, best_s = (attention, tried[int(values.argmin())]), float(values.min())
+    if best is not None:
+        decision.attention, decision.fraction = best
 
 
-def _bends(decision: Decision, low: float, high: float) -> list[float]:
+def _bends(at_zero: np.ndarray, slope: np.ndarray, move_s: float, *, between: tuple[float, float]) -> list[float]:
     """The ends, and where the largest of the places' lines in P is least: by tangents from both sides."""
-    folded, kv = decision.folded, decision.folded.problem.kv
-    slope = folded.kv_device - folded.kv_pool[decision.attention]
-    at_zero = decision.all_loads()[kv.phase] - decision.fraction * slope
-    move_s = kv.move_s if low >= kv.current_fraction else 0.0
-    ends, left, right = [low, high], low, high
+    left, right = between
+    ends = [left, right]
     for _ in range(len(slope)):
         a, b = int((at_zero + left * slope).argmax()), int((at_zero + right * slope).argmax())
         if slope[a] + move_s >= 0 or slope[b] + move_s <= 0 or a == b:

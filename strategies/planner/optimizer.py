@@ -37,12 +37,6 @@ _NODES = 5
 _SAMPLE_GAP = 3e-3
 """The same where prices are found from some adapters: more would be lost on the choice of these."""
 
-_WHOLE = 0.999
-"""P from which all KV is on the device."""
-
-_SMALL_CHARGES = 0.01
-"""Of the objective: fixed charges that hardly change the prices."""
-
 _CLOSE = 40
 """Adapters nearest to a tie, which are mended."""
 
@@ -142,22 +136,24 @@ def _searched(folded: Folded) -> tuple[Plan, Duals]:
     scale_s = smallest.value()
     among, sample = nodes(folded), _sample(folded)
     gap = _GAP if len(sample.rows) == len(folded.rows) else _SAMPLE_GAP
-    open_, lost, best = np.ones(len(among), bool), np.inf, None
+    open_, lost, best = np.ones(len(among), bool), None, None
     node = Node(smallest.attention, np.ones(folded.num_columns, bool), charged=False)
     relaxed = relax(folded, node, sample, scale_s=scale_s, gap=gap)
     costs = folded.costs(relaxed.prices.places)
     bounds = lower_bounds(folded, relaxed.prices, costs, among)
-    for _ in range(_NODES):
+    for turn in range(_NODES + 1):
         at = int(np.where(open_, bounds, np.inf).argmin())
-        if best is not None and bounds[at] + 0.5 * max(0.0, lost) > (1 - _WORTH) * best.value_s:
+        if best is not None and bounds[at] + 0.5 * (lost or 0.0) > (1 - _WORTH) * best.value_s:
             break
-        if best is not None or not _same(folded, among[at], node, relaxed, scale_s):
+        if turn:
             relaxed = relax(folded, among[at], sample, scale_s=scale_s, gap=gap)
             costs = folded.costs(relaxed.prices.places)
             bounds = np.maximum(bounds, lower_bounds(folded, relaxed.prices, costs, among))
-        open_[at] = False
         found = _rounded(folded, among[at], relaxed, costs, float(bounds[at]))
-        lost = min(lost, found.value_s - float(bounds[at]))
+        open_[at] = turn == 0 and found.value_s > bounds[at] * (1 + _WORTH)
+        if not open_[at]:
+            missed = max(0.0, found.value_s - float(bounds[at]))
+            lost = missed if lost is None else min(lost, missed)
         if best is None or found.value_s < best.value_s:
             best = found
         if not open_.any():
@@ -204,13 +200,6 @@ def _simplest(folded: Folded) -> Decision:
     plan = min(plans, key=lambda plan: plan.objective_s)
     attention = folded.problem.kv.strategies.index(plan.attention)
     return Decision(folded, plan.strategy.astype(int), attention=attention, fraction=plan.kv_fraction)
-
-
-def _same(folded: Folded, node: Node, uncharged: Node, relaxed: Shares, scale_s: float) -> bool:
-    """Whether the relaxation without charges is as good as that of a node."""
-    charges = folded.fixed[node.columns].max(axis=2, initial=0.0).sum() + folded.fixed_serial[node.columns].sum()
-    same_kv = node.attention == uncharged.attention if relaxed.fraction < _WHOLE else node.whole
-    return same_kv and node.whole == (relaxed.fraction >= _WHOLE) and bool(charges <= _SMALL_CHARGES * scale_s)
 
 
 def _sample(folded: Folded) -> Part:
