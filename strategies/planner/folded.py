@@ -93,7 +93,7 @@ class Folded:
         device = loads[..., :DEVICE_RESOURCES] @ self._matrix[:DEVICE_RESOURCES]
         pool = loads[..., DEVICE_RESOURCES:] @ self._matrix[DEVICE_RESOURCES:]
         total = device[..., None, :] + self.spread[home][:, None, None, :, None] * pool[..., None, :]
-        return total.reshape(*total.shape[:-2], -1)
+        return total.reshape(*total.shape[:-2], self.base.shape[1] if len(total) == 0 else -1)
 
     def sums(self, strategy: np.ndarray, without: np.ndarray | None = None) -> np.ndarray:
         """[H, F, R] of a decision; rows `without` count nothing."""

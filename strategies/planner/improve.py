@@ -124,7 +124,8 @@ def _singles(decision: Decision, rows: np.ndarray) -> _Singles:
     folded, problem, s = decision.folded, decision.folded.problem, decision.folded.num_columns
     now = decision.columns[rows]
     change = folded.load[rows] - folded.load[rows, now][:, None]
-    loads = folded.places_of(change.reshape(len(rows), s, folded.num_phases, -1), folded.home[rows])
+    shape = (len(rows), s, *folded.problem.load_s.shape[2:])
+    loads = folded.places_of(change.reshape(shape), folded.home[rows])
     own = folded.own[rows] - folded.own[rows, now][:, None]
     if folded.has_fixed:
         acting, other = problem.active[rows], np.arange(s) != now[:, None]

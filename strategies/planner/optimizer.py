@@ -28,7 +28,7 @@ _SAMPLE = 52
 _GAP = 1e-3
 """Of the objective, where the relaxation stops."""
 
-_WORTH = 3e-3
+_WORTH = 6e-3
 """Of the objective: a part of the plans that can hold no more than this is not looked into."""
 
 _NODES = 5
@@ -60,6 +60,8 @@ _MANY, _REGROUPED = 6, 40
 
 _SHARPNESS = (200.0, 1000.0)
 _LEVELS = (200.0, 500.0, 1000.0, 3000.0)
+_MORE_LEVELS = (300.0, 1000.0, 3000.0) * 4
+_POLISHED = 4
 _DRAWS = 2
 _GOLDEN = 0.6180339887498949
 
@@ -161,37 +163,51 @@ def _searched(folded: Folded) -> tuple[Plan, Duals]:
     assert best is not None
     bound_s = float(bounds.min())
     if best.value_s > bound_s * (1 + _FAR):
-        best = _harder(folded, best, bound_s)
+        best = _harder(folded, best, among[int(bounds.argmin())], bound_s)
     decision = best.decision if best.value_s <= scale_s else smallest
     return _answer(decision, best.relaxed.prices, bound_s)
 
 
-def _harder(folded: Folded, best: _Found, bound_s: float) -> _Found:
-    """What takes longer, in the part of the plans where the best one was found."""
+def _harder(folded: Folded, best: _Found, likely: Node, bound_s: float) -> _Found:
+    """What takes longer, in the part where the best plan was found and in the one that may hold the best."""
     everyone = Part(folded.rows, np.ones(len(folded.rows)), folded.base, 0.0)
+    places = [best.node] if _alike(best.node, likely) else [likely, best.node]
     decisions = [best.decision, _simplest(folded)]
-    relaxed = relax(folded, best.node, everyone, scale_s=best.value_s, gap=_GAP / 2, tie_break=_TIE_BREAK)
-    again = _rounded(folded, best.node, relaxed, folded.costs(relaxed.prices.places), bound_s)
-    decisions.append(again.decision)
-    undecided = np.flatnonzero(relaxed.shares.max(axis=1) < 0.95)
-    if len(undecided) > 1:
-        heavy = folded.load[undecided].sum(axis=(1, 2))
-        undecided = undecided[np.argsort(-heavy)[:_DIVE]]
-        decisions.append(_dived(folded, again, undecided))
-    total = again.costs + relaxed.prices.adapter_byte * folded.problem.device_bytes
+    for node in places:
+        relaxed = relax(folded, node, everyone, scale_s=best.value_s, gap=_GAP / 2, tie_break=_TIE_BREAK)
+        costs = folded.costs(relaxed.prices.places)
+        again = _rounded(folded, node, relaxed, costs, bound_s, levels=_LEVELS + _MORE_LEVELS)
+        decisions.append(again.decision)
+        undecided = np.flatnonzero(relaxed.shares.max(axis=1) < 0.95)
+        if len(undecided) > 1:
+            heavy = folded.load[undecided].sum(axis=(1, 2))
+            decisions.append(_dived(folded, again, undecided[np.argsort(-heavy)[:_DIVE]]))
+        best = min(best, again, key=lambda found: found.value_s)
+    decisions = sorted(decisions, key=Decision.value)[:_POLISHED]
     for decision in decisions:
-        before = decision.copy()
-        decision.fraction = min(decision.fraction, relaxed.fraction)
-        rows = _closest(decision, total)
-        for sharpness in (*_SHARPNESS, None):
-            exchanges(decision, rows, sharpness=sharpness, rounds=6)
-        if len(rows) >= _MANY:
-            regroup(decision, rows, rounds=_REGROUPED)
-        best_fraction(decision)
-        if decision.value() > before.value():
-            decision.take(before)
+        _polish(decision, best)
     decision = min(decisions, key=Decision.value)
-    return again._replace(decision=decision, value_s=decision.value())
+    return best._replace(decision=decision, value_s=decision.value())
+
+
+def _alike(node: Node, other: Node) -> bool:
+    return node[0] == other[0] and node.whole == other.whole and bool((node.columns == other.columns).all())
+
+
+def _polish(decision: Decision, near: _Found) -> None:
+    """Moves and exchanges among many adapters, with as little KV on the device as the relaxation wants."""
+    folded, before = decision.folded, decision.copy()
+    decision.fraction = min(decision.fraction, near.relaxed.fraction)
+    total = near.costs + near.relaxed.prices.adapter_byte * folded.problem.device_bytes
+    rows = np.union1d(_closest(decision, total), _pressing(decision))
+    for sharpness in (*_SHARPNESS, None):
+        single_moves(decision, rows, sharpness=sharpness, rounds=4)
+        exchanges(decision, rows, sharpness=sharpness, rounds=6)
+    if len(rows) >= _MANY:
+        regroup(decision, rows, rounds=_REGROUPED)
+    best_fraction(decision)
+    if decision.value() > before.value():
+        decision.take(before)
 
 
 def _simplest(folded: Folded) -> Decision:
@@ -218,7 +234,9 @@ def _sample(folded: Folded) -> Part:
     return Part(np.concatenate([heavy, picked]), weight, folded.base, 0.0)
 
 
-def _rounded(folded: Folded, node: Node, relaxed: Shares, costs: np.ndarray, bound_s: float) -> _Found:
+def _rounded(
+    folded: Folded, node: Node, relaxed: Shares, costs: np.ndarray, bound_s: float, levels: tuple[float, ...] = _LEVELS
+) -> _Found:
     """A decision near the relaxed one, mended."""
     prices, problem = relaxed.prices, folded.problem
     total = costs + prices.adapter_byte * problem.device_bytes + _barred(folded, node)
@@ -229,7 +247,7 @@ def _rounded(folded: Folded, node: Node, relaxed: Shares, costs: np.ndarray, bou
         return decision.value() + byte_s * float(decision.overshoot(decision.bytes, decision.fraction))
 
     best = min(_roundings(folded, node, shares, relaxed.fraction), key=worth)
-    for sharpness in _LEVELS:
+    for sharpness in levels:
         if worth(best) <= bound_s * (1 + _ENOUGH):
             break
         _level(best, prices, total, sharpness=sharpness, byte_s=byte_s)
@@ -335,6 +353,14 @@ def _closest(decision: Decision, total: np.ndarray, number: int = _CLOSE) -> np.
     away[folded.rows, decision.columns] = np.inf
     closeness = away.min(axis=1) / np.maximum(np.abs(now), 1e-30)
     return np.argpartition(closeness, number)[:number]
+
+
+def _pressing(decision: Decision) -> np.ndarray:
+    """Adapters whose leaving would relieve the busiest places most."""
+    folded = decision.folded
+    costs = folded.costs(decision.prices(_SHARPNESS[-1]))
+    gain = costs[folded.rows, decision.columns] - costs.min(axis=1)
+    return np.argsort(-gain)[:_REFINED]
 
 
 def _refined(folded: Folded, start: Duals) -> tuple[Plan, Duals]:
