@@ -212,12 +212,13 @@ def exchanges(decision: Decision, rows: np.ndarray, *, sharpness: float | None, 
         decision.apply(moves, taken, decision.fraction)
 
 
-def regroup(decision: Decision, rows: np.ndarray, *, rounds: int) -> None:
+def regroup(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
     """Tries all columns of a few rows together, drawn anew each round.
 
     Args:
         decision: to change.
         rows: adapters that may move, at least as many as are drawn.
+        sharpness: as of `single_moves`.
         rounds: draws.
     """
     s = decision.folded.num_columns
@@ -231,11 +232,9 @@ def regroup(decision: Decision, rows: np.ndarray, *, rounds: int) -> None:
         own = singles.own[at, columns].sum(axis=1)
         good = np.flatnonzero((decision.overshoot(bytes_, decision.fraction) <= 0) & np.isfinite(own))
         loads = base + sum(singles.loads[row, columns[good, row]] for row in range(_TOGETHER))
-        values = loads.max(axis=-1).sum(axis=-1) + own[good]
+        values = _longest(loads, base, sharpness).sum(axis=-1) + own[good]
         best = int(values.argmin())
-        if values[best] < base.max(axis=-1).sum() * (1 - _GAIN):
-            trial = decision.copy()
+        if values[best] < float(_longest(base, base, sharpness).sum()) * (1 - _GAIN):
             moves = Moves(few, columns[good[best]], decision.fraction, _TOGETHER)
-            trial.apply(moves, _TOGETHER, decision.fraction)
-            if trial.value() < decision.value():
-                decision.take(trial)
+            _, taken, _ = decision.ladder(moves, sharpness=sharpness, byte_price=np.inf)
+            decision.apply(moves, taken, decision.fraction)

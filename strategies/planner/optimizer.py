@@ -52,11 +52,11 @@ _ENOUGH = 1e-3
 _FAR = 0.01
 """Of the objective: a plan this far from its bound is looked at harder."""
 
-_REFINED = 24
+_REFINED = 16
 """Adapters nearest to a tie that a start from an earlier answer mends."""
 
 _TIE_BREAK = 3e-3
-_MANY, _REGROUPED = 6, 40
+_MANY, _REGROUPED = 6, 50
 
 _SHARPNESS = (200.0, 1000.0)
 _LEVELS = (200.0, 500.0, 1000.0, 3000.0)
@@ -203,8 +203,8 @@ def _polish(decision: Decision, near: _Found) -> None:
     for sharpness in (*_SHARPNESS, None):
         single_moves(decision, rows, sharpness=sharpness, rounds=4)
         exchanges(decision, rows, sharpness=sharpness, rounds=6)
-    if len(rows) >= _MANY:
-        regroup(decision, rows, rounds=_REGROUPED)
+    for sharpness in (_SHARPNESS[-1], None) if len(rows) >= _MANY else ():
+        regroup(decision, rows, sharpness=sharpness, rounds=_REGROUPED)
     best_fraction(decision)
     if decision.value() > before.value():
         decision.take(before)
@@ -376,8 +376,9 @@ def _refined(folded: Folded, start: Duals) -> tuple[Plan, Duals]:
     if not decision.fits:
         return _searched(folded)
     moves = _wanted(decision, total)
-    _, number, _ = decision.ladder(moves, sharpness=None, byte_price=np.inf)
-    decision.apply(moves, number, decision.fraction)
+    if len(moves.rows):
+        _, number, _ = decision.ladder(moves, sharpness=None, byte_price=np.inf)
+        decision.apply(moves, number, decision.fraction)
     single_moves(decision, _closest(decision, total, _REFINED), sharpness=None, rounds=1)
     best_fraction(decision)
     ways = [(attention, False) for attention in range(len(problem.kv.strategies))] + [(0, True)]

@@ -89,7 +89,7 @@ def test_improvements_never_make_a_plan_dearer_or_unfit():
         for improve in (
             lambda d, rows=rows: single_moves(d, rows, sharpness=None, rounds=5),
             lambda d, rows=rows: exchanges(d, rows, sharpness=None, rounds=3),
-            lambda d, rows=rows: regroup(d, rows, rounds=10),
+            lambda d, rows=rows: regroup(d, rows, sharpness=None, rounds=10),
             best_fraction,
         ):
             before = decision.value()

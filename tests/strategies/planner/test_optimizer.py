@@ -16,8 +16,8 @@ SEEDS = range(200) if os.environ.get("PLORA_TEST_ALL") else [*range(12), 14, 19,
 """PLORA_TEST_ALL=1 solves all 200 instances exactly, which takes minutes."""
 
 WORST, MEAN = 0.02, 0.005
-HARD = {111: 0.03, 122: 0.07, 189: 0.03}
-"""Instances that are known to be farther off: lumps or memory that fits badly."""
+HARD = {122: 0.035}
+"""An instance that is known to be farther off: heavy adapters that fit badly on seven pool devices."""
 
 
 def test_optimize_random_instances_is_near_exact_optimum():
