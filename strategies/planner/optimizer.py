@@ -22,19 +22,19 @@ from strategies.planner.policies import FixedPolicy
 from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
 
-_SAMPLE = 52
+_SAMPLE = 44
 """Adapters that are heavy, and as many that stand for the others, where prices are found from fewer than all."""
 
 _GAP = 1e-3
 """Of the objective, where the relaxation stops."""
 
-_WORTH = 6e-3
+_WORTH = 1e-2
 """Of the objective: a part of the plans that can hold no more than this is not looked into."""
 
 _NODES = 5
 """Parts that are looked into at most."""
 
-_SAMPLE_GAP = 3e-3
+_SAMPLE_GAP = 4e-3
 """The same where prices are found from some adapters: more would be lost on the choice of these."""
 
 _CLOSE = 40

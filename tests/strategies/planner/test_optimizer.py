@@ -16,8 +16,6 @@ SEEDS = range(200) if os.environ.get("PLORA_TEST_ALL") else [*range(12), 14, 19,
 """PLORA_TEST_ALL=1 solves all 200 instances exactly, which takes minutes."""
 
 WORST, MEAN = 0.02, 0.005
-HARD = {122: 0.035}
-"""An instance that is known to be farther off: heavy adapters that fit badly on seven pool devices."""
 
 
 def test_optimize_random_instances_is_near_exact_optimum():
@@ -29,7 +27,7 @@ def test_optimize_random_instances_is_near_exact_optimum():
         best, _ = exact(problem, time_limit_s=8.0)
         gaps[seed] = plan.objective_s / best - 1
         assert duals.bound_s <= best * (1 + 2e-4), f"seed {seed}: bound above the optimum"
-        assert gaps[seed] <= HARD.get(seed, WORST), f"seed {seed}: {gaps[seed]:.2%} above the optimum"
+        assert gaps[seed] <= WORST, f"seed {seed}: {gaps[seed]:.2%} above the optimum"
     assert np.mean(list(gaps.values())) <= MEAN
 
 
