@@ -56,12 +56,16 @@ _REFINED = 16
 """Adapters nearest to a tie that a start from an earlier answer mends."""
 
 _TIE_BREAK = 3e-3
+"""Of the objective: noise on costs, so that most of equal adapters are decided by the relaxation."""
+
 _MANY, _REGROUPED = 6, 50
+"""Adapters from which a few are regrouped, and how often."""
 
 _SHARPNESS = (200.0, 1000.0)
 _LEVELS = (200.0, 500.0, 1000.0, 3000.0)
 _MORE_LEVELS = (300.0, 1000.0, 3000.0) * 4
 _POLISHED = 4
+"""Sharpness of prices from one round of levelling to the next, and the decisions that are polished at last."""
 _DRAWS = 2
 _GOLDEN = 0.6180339887498949
 
