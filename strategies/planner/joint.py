@@ -29,6 +29,9 @@ _FULL_EVERY = 256
 _DRIFT = 0.02
 """Of the objective: so much more distance from the bound than after the last full search calls for another one."""
 
+_REST = 32
+"""Choices after a full search before distance from the bound calls for another: it takes several times as long."""
+
 _FADE = 0.9
 """What an account keeps when its move is not wanted."""
 
@@ -104,7 +107,7 @@ class JointPlanner:
             start = None
         plan, duals = optimize(problem, start)
         gap = plan.objective_s - duals.bound_s
-        if start is not None and gap > self._gap + _DRIFT * plan.objective_s:
+        if start is not None and self._age >= _REST and gap > self._gap + _DRIFT * plan.objective_s:
             start = None
             plan, duals = optimize(problem)
             gap = plan.objective_s - duals.bound_s
