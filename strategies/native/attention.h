@@ -1,14 +1,14 @@
 // Attention of query groups over pages of keys and values, with a running maximum and sum of each row.
 //
-// One task is a group and one or all of its KV heads; keys and values of a page are read once for all rows of a head.
-// The order of a row's sums is that of the context, so a result does not depend on what else is in the batch nor on the
-// number of threads.
+// One task is a group and one or all of its KV heads; keys and values are read once for all rows of a head, a chunk of
+// pages at a time. The order of a row's sums is that of the context, so a result does not depend on what else is in the
+// batch nor on the number of threads.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
@@ -23,20 +23,53 @@ struct ScoreMaths {
   int64_t window;
 };
 
-// Rows of a tile that see something of a page see its tokens [begin, end).
+// Rows of a tile that see something of a chunk see its tokens [begin, end).
 struct Visible {
   int begin, end;
   bool Empty() const { return begin >= end; }
 };
 
-inline Visible VisibleIn(int64_t position, int64_t window, int64_t first, int page_tokens) {
+inline Visible VisibleIn(int64_t position, int64_t window, int64_t first, int tokens) {
   if (position < 0) return {0, 0};
   int64_t begin = std::max<int64_t>(position - window + 1 - first, 0);
-  int64_t end = std::min<int64_t>(position + 1 - first, page_tokens);
-  return {static_cast<int>(std::min<int64_t>(begin, page_tokens)), static_cast<int>(std::max<int64_t>(end, 0))};
+  int64_t end = std::min<int64_t>(position + 1 - first, tokens);
+  return {static_cast<int>(std::min<int64_t>(begin, tokens)), static_cast<int>(std::max<int64_t>(end, 0))};
 }
 
 constexpr int kTileRows = 4;
+
+// Pages that are worked on together, which shares the work of a maximum and its consequences.
+constexpr int kChunkPages = 4;
+
+// Pages of one head that follow one another in the context.
+template <typename T>
+struct Chunk {
+  int pages = 0;
+  const T* keys[kChunkPages];
+  int64_t value_offset;
+};
+
+// The rows of one group and KV head. dim is a multiple of a step.
+template <typename Q>
+struct Rows {
+  const Q* q;
+  const int64_t* positions;
+  int count, dim;
+  float *out, *top;  // `out` is as `Zip` leaves it where the work is in pairs
+  Vec* sum;          // by lane
+};
+
+// Room for the scores and weights of a tile and chunk.
+template <typename P>
+struct Room {
+  explicit Room(int page_tokens)
+      : stride((kChunkPages * page_tokens + kLanes - 1) / kLanes * kLanes),
+        scores(kTileRows * stride),
+        weights(kTileRows * stride) {}
+  const int stride;  // a multiple of kLanes
+  std::vector<float> scores;
+  std::vector<P> weights;
+};
 
 // scores[r * stride + s] = q[r] . keys[s] for kTokens (4 or 1) tokens of a page.
 template <typename T, typename Q, int kRows, int kTokens>
@@ -56,147 +89,141 @@ inline __attribute__((always_inline)) void Score(const Q* q, const T* keys, int 
   }
 }
 
-// out[r] = out[r] * decay[r] + sum over tokens [begin, end) of p[r][s] * values[s], kVecs vectors of the head from j on.
-// P is the type of weights: where they and the values are pairs, so are two tokens, and `out` is as `Zip` leaves it.
+// acc[r] += sum over tokens [begin, end) of p[r][s] * values[s], kVecs vectors of the head. P is the type of weights:
+// where they and the values are pairs, so are two tokens, and `acc` is as `Zip` leaves it.
 template <typename T, typename P, int kRows, int kVecs>
-inline __attribute__((always_inline)) void Add(const P* p, int stride, const float* decay, const T* values, Visible seen,
-                                               int dim, int j, float* out) {
-  Vec acc[kRows][kVecs];
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = Load(out + r * dim + j + v * kLanes) * decay[r];
-  }
+inline __attribute__((always_inline)) void Add(const P* p, int stride, const T* values, int dim, int begin, int end,
+                                               const T* next, Vec (*acc)[kVecs]) {
   if constexpr (kPairs<T, P>) {
-    for (int s = seen.begin; s < seen.end; s += 2) {
-      bool both = s + 1 < seen.end;
-      Half32 zipped[kVecs], weight[kRows];
+    for (int s = begin; s < end; s += 2) {
+      bool both = s + 1 < end;
+      if (next) Prefetch(next + s * dim, 2 * dim);
+      Half32 zipped[kVecs];
       for (int v = 0; v < kVecs; v += 2) {
-        const T* at = values + s * dim + j + v * kLanes;
+        const T* at = values + s * dim + v * kLanes;
         Zip(LoadPairs(at), both ? LoadPairs(at + dim) : Half32{}, &zipped[v], &zipped[v + 1]);
       }
       for (int r = 0; r < kRows; ++r) {
         const P* w = p + r * stride + s;
-        weight[r] = both ? SplatPair(w) : SplatPair(static_cast<uint32_t>(*w));
-        for (int v = 0; v < kVecs; ++v) acc[r][v] = DotPairs(acc[r][v], zipped[v], weight[r]);
+        Half32 weight = both ? SplatPair(w) : SplatPair(static_cast<uint32_t>(*w));
+        for (int v = 0; v < kVecs; ++v) acc[r][v] = DotPairs(acc[r][v], zipped[v], weight);
       }
     }
   } else {
-    for (int s = seen.begin; s < seen.end; ++s) {
+    for (int s = begin; s < end; ++s) {
       for (int v = 0; v < kVecs; ++v) {
-        Vec value = Load(values + s * dim + j + v * kLanes);
+        Vec value = Load(values + s * dim + v * kLanes);
         for (int r = 0; r < kRows; ++r) acc[r][v] += Widen(p[r * stride + s]) * value;
       }
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) Store(out + r * dim + j + v * kLanes, acc[r][v]);
-  }
 }
 
-// The rows of one group and KV head. dim is a multiple of a step.
-template <typename Q>
-struct Rows {
-  const Q* q;
-  const int64_t* positions;
-  int count, dim;
-  float *out, *top;
-  Vec* sum;  // by lane
-};
-
-// Room for the scores and weights of a tile and page.
-template <typename P>
-struct Room {
-  explicit Room(int page_tokens)
-      : stride((page_tokens + kLanes - 1) / kLanes * kLanes), scores(kTileRows * stride), weights(kTileRows * stride) {}
-  const int stride;  // a multiple of kLanes
-  std::vector<float> scores;
-  std::vector<P> weights;
-};
-
-// Turns kRows rows' scores of a page into weights, 0 where a row does not see. decay: the factor on what each has summed.
+// Turns kRows rows' scores of a chunk into weights, 0 where a row does not see. decay: the factor on what each has summed.
 template <typename P, int kRows>
-inline __attribute__((always_inline)) void Weigh(Room<P>& room, const Visible* seen, const ScoreMaths& maths, float* top,
-                                                 Vec* sum, float* decay) {
+inline __attribute__((always_inline)) void Weigh(Room<P>& room, int tokens, const Visible* seen, const ScoreMaths& maths,
+                                                 float* top, Vec* sum, float* decay) {
   const Int lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  float* scores = room.scores.data();
-  P* weights = room.weights.data();
-  const int stride = room.stride;
   Vec fall = {};
   float largest[kRows];
   for (int r = 0; r < kRows; ++r) {
+    float* scores = room.scores.data() + r * room.stride;
     Vec best = Splat(top[r]);
-    for (int s = 0; s < stride; s += kLanes) {
-      Vec score = Load(scores + r * stride + s) * maths.scale;
+    for (int s = 0; s < tokens; s += kLanes) {
+      Vec score = Load(scores + s) * maths.scale;
       if (maths.cap > 0) score = maths.cap * Tanh(score * (1.0f / maths.cap));
       Int at = lane + s;
       score = ((at >= seen[r].begin) & (at < seen[r].end)) ? score : Splat(kMasked);
       best = score > best ? score : best;
-      Store(scores + r * stride + s, score);
+      Store(scores + s, score);
     }
     largest[r] = Largest(best);
     fall[r] = top[r] - largest[r];
   }
   Vec factors = Exp(fall);
   for (int r = 0; r < kRows; ++r) {
+    const float* scores = room.scores.data() + r * room.stride;
+    P* weights = room.weights.data() + r * room.stride;
     decay[r] = factors[r];
     // A row that has seen nothing yet has a maximum that masked scores reach too.
     if (seen[r].Empty()) {
-      for (int s = 0; s < stride; s += kLanes) Store(weights + r * stride + s, Vec{});
+      for (int s = 0; s < tokens; s += kLanes) Store(weights + s, Vec{});
       continue;
     }
     Vec total = sum[r] * decay[r];
-    for (int s = 0; s < stride; s += kLanes) {
-      Vec weight = Exp(Load(scores + r * stride + s) - largest[r]);
+    for (int s = 0; s < tokens; s += kLanes) {
+      Vec weight = Exp(Load(scores + s) - largest[r]);
       total += weight;
-      Store(weights + r * stride + s, weight);
+      Store(weights + s, weight);
     }
     sum[r] = total;
     top[r] = largest[r];
   }
 }
 
-template <typename T>
-struct PageAt {
-  const T *keys, *values;
-};
-
-// kRows rows from `row` on over one page; what is in `next` is read after it.
+// kRows rows from `row` on over one chunk whose first token is `first`; what is in `next` is read after it.
 template <typename T, typename Q, int kRows>
-void AttendTile(const Rows<Q>& rows, int row, PageAt<T> page, int64_t first, int page_tokens, const ScoreMaths& maths,
-                PageAt<T> next, Room<Q>& room) {
-  const int dim = rows.dim, stride = room.stride;
-  Visible each[kRows], any = {page_tokens, 0};
+void AttendTile(const Rows<Q>& rows, int row, const Chunk<T>& chunk, int64_t first, int page_tokens,
+                const ScoreMaths& maths, const Chunk<T>& next, Room<Q>& room) {
+  const int dim = rows.dim, stride = room.stride, tokens = chunk.pages * page_tokens;
+  Visible each[kRows], any = {tokens, 0};
   for (int r = 0; r < kRows; ++r) {
-    each[r] = VisibleIn(rows.positions[row + r], maths.window, first, page_tokens);
+    each[r] = VisibleIn(rows.positions[row + r], maths.window, first, tokens);
     if (each[r].Empty()) continue;
     any = {std::min(any.begin, each[r].begin), std::max(any.end, each[r].end)};
   }
   if (any.Empty()) return;
   const Q* q = rows.q + static_cast<int64_t>(row) * dim;
-  float* scores = room.scores.data();
-  for (int s = any.begin / 4 * 4; s < any.end;) {
-    if (s + 4 <= page_tokens) {
-      Prefetch(next.keys + s * dim, 4 * dim);
-      Prefetch(next.values + s * dim, 4 * dim);
-      Score<T, Q, kRows, 4>(q, page.keys + s * dim, dim, scores + s, stride);
-      s += 4;
-    } else {
-      Score<T, Q, kRows, 1>(q, page.keys + s * dim, dim, scores + s, stride);
-      s += 1;
+  // Calls f with each page that is seen, and the tokens of it that are.
+  auto for_pages = [&](auto f) __attribute__((always_inline)) {
+    for (int page = any.begin / page_tokens; page * page_tokens < any.end; ++page) {
+      int start = page * page_tokens;
+      f(page, std::max(any.begin - start, 0), std::min(page_tokens, any.end - start));
     }
-  }
+  };
+  for_pages([&](int page, int begin, int end) __attribute__((always_inline)) {
+    float* scores = room.scores.data() + page * page_tokens;
+    for (int s = begin / 4 * 4; s < end;) {
+      const T* keys = chunk.keys[page] + s * dim;
+      if (s + 4 <= page_tokens) {
+        if (page < next.pages) {
+          Prefetch(next.keys[page] + s * dim, 4 * dim);
+        }
+        Score<T, Q, kRows, 4>(q, keys, dim, scores + s, stride);
+        s += 4;
+      } else {
+        Score<T, Q, kRows, 1>(q, keys, dim, scores + s, stride);
+        s += 1;
+      }
+    }
+  });
   float decay[kRows];
-  Weigh<Q, kRows>(room, each, maths, rows.top + row, rows.sum + row, decay);
-  float* out = rows.out + static_cast<int64_t>(row) * dim;
-  const Q* weights = room.weights.data();
+  Weigh<Q, kRows>(room, tokens, each, maths, rows.top + row, rows.sum + row, decay);
+  auto add = [&](auto vecs, int j) __attribute__((always_inline)) {
+    constexpr int kVecs = decltype(vecs)::value;
+    float* out = rows.out + static_cast<int64_t>(row) * dim + j;
+    Vec acc[kRows][kVecs];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) acc[r][v] = Load(out + r * dim + v * kLanes) * decay[r];
+    }
+    for_pages([&](int page, int begin, int end) __attribute__((always_inline)) {
+      const T* values = chunk.keys[page] + chunk.value_offset + j;
+      Add<T, Q, kRows, kVecs>(room.weights.data() + page * page_tokens, stride, values, dim, begin, end,
+                              page < next.pages ? next.keys[page] + next.value_offset + j : nullptr, acc);
+    });
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) Store(out + r * dim + v * kLanes, acc[r][v]);
+    }
+  };
   constexpr int kVecs = kStep<T, Q> / kLanes;
   int j = 0;
-  for (; j + 4 * kLanes <= dim; j += 4 * kLanes) Add<T, Q, kRows, 4>(weights, stride, decay, page.values, any, dim, j, out);
-  for (; j < dim; j += kVecs * kLanes) Add<T, Q, kRows, kVecs>(weights, stride, decay, page.values, any, dim, j, out);
+  for (; j + 4 * kLanes <= dim; j += 4 * kLanes) add(std::integral_constant<int, 4>(), j);
+  for (; j < dim; j += kVecs * kLanes) add(std::integral_constant<int, kVecs>(), j);
 }
 
 template <typename T, typename Q>
-void AttendPage(const Rows<Q>& rows, PageAt<T> page, int64_t first, int page_tokens, const ScoreMaths& maths,
-                PageAt<T> next, Room<Q>& room) {
+void AttendChunk(const Rows<Q>& rows, const Chunk<T>& chunk, int64_t first, int page_tokens, const ScoreMaths& maths,
+                 const Chunk<T>& next, Room<Q>& room) {
   for (int row = 0; row < rows.count; row += kTileRows) {
     auto tile = AttendTile<T, Q, 4>;
     switch (rows.count - row) {
@@ -204,7 +231,7 @@ void AttendPage(const Rows<Q>& rows, PageAt<T> page, int64_t first, int page_tok
       case 2: tile = AttendTile<T, Q, 2>; break;
       case 3: tile = AttendTile<T, Q, 3>; break;
     }
-    tile(rows, row, page, first, page_tokens, maths, next, room);
+    tile(rows, row, chunk, first, page_tokens, maths, next, room);
   }
 }
 
@@ -222,25 +249,42 @@ struct KvPages {
     while (entry < table_pages && table[entry] < 0) ++entry;
     return entry;
   }
-  PageAt<T> At(int64_t entry, int head) const {
-    const T* keys = pages + table[entry] * page_width + head * head_width;
-    return {keys, keys + value_offset};
+  // Where the chunk that begins at `entry` ends: it has neighbours only, and chunks end at the same tokens in any batch.
+  int64_t ChunkEnd(int64_t entry, int64_t to) const {
+    int64_t limit = std::min(to, (entry / kChunkPages + 1) * kChunkPages);
+    while (entry < limit && table[entry] >= 0) ++entry;
+    return entry;
   }
+  Chunk<T> ChunkOf(int64_t entry, int64_t end, int head) const {
+    Chunk<T> chunk;
+    chunk.value_offset = value_offset;
+    for (; entry < end; ++entry) chunk.keys[chunk.pages++] = Keys(entry, head);
+    return chunk;
+  }
+  // Looks up the addresses of `heads` heads of a chunk, all at once.
+  __attribute__((always_inline)) void FindAddresses(int64_t entry, int64_t end, int head, int heads) const {
+    for (; entry < end; ++entry) {
+      Find(Keys(entry, head), value_offset + heads * head_width);
+    }
+  }
+  const T* Keys(int64_t entry, int head) const { return pages + table[entry] * page_width + head * head_width; }
 };
 
-// Attention of a group over entries [from, to) of its table, for the KV heads from `head` on that `rows` has, each page
-// of all of them before the next page: what lies together in memory is read together.
+// Attention of a group over entries [from, to) of its table, for the KV heads from `head` on that `rows` has, each chunk
+// of all of them before the next chunk: what lies together in memory is read together.
 template <typename T, typename Q>
 void Attend(const std::vector<Rows<Q>>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
             const ScoreMaths& maths) {
   Room<Q> room(kv.page_tokens);
+  const int heads = rows.size();
   to = std::min(to, kv.table_pages);
   for (int64_t entry = kv.Next(from); entry < to;) {
-    int64_t following = kv.Next(entry + 1), first = entry * kv.page_tokens;
-    for (size_t i = 0; i < rows.size(); ++i) {
-      PageAt<T> page = kv.At(entry, head + i);
-      PageAt<T> next = following < to ? kv.At(following, head + i) : page;
-      AttendPage(rows[i], page, first, kv.page_tokens, maths, next, room);
+    int64_t end = kv.ChunkEnd(entry, to), following = kv.Next(end), far = kv.ChunkEnd(following, to);
+    kv.FindAddresses(following, far, head, heads);
+    for (int i = 0; i < heads; ++i) {
+      bool last = i + 1 == heads;
+      Chunk<T> next = last ? kv.ChunkOf(following, far, head) : kv.ChunkOf(entry, end, head + i + 1);
+      AttendChunk(rows[i], kv.ChunkOf(entry, end, head + i), entry * kv.page_tokens, kv.page_tokens, maths, next, room);
     }
     entry = following;
   }
@@ -251,22 +295,30 @@ template <typename T>
 void AttendPadded(const std::vector<Rows<uint32_t>>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
                   const ScoreMaths& maths) {
   Room<uint32_t> room(kv.page_tokens);
-  int dim = rows[0].dim;
-  int64_t part = static_cast<int64_t>(kv.page_tokens) * dim;
-  std::vector<uint32_t> padded(2 * part);
+  const int dim = rows[0].dim;
+  const int64_t part = static_cast<int64_t>(kv.page_tokens) * dim;
+  std::vector<uint32_t> padded(2 * kChunkPages * part);
   to = std::min(to, kv.table_pages);
-  for (int64_t entry = kv.Next(from); entry < to; entry = kv.Next(entry + 1)) {
+  for (int64_t entry = kv.Next(from); entry < to;) {
+    int64_t end = kv.ChunkEnd(entry, to);
     for (size_t i = 0; i < rows.size(); ++i) {
-      PageAt<T> page = kv.At(entry, head + i);
-      for (int s = 0; s < kv.page_tokens; ++s) {
-        for (int j = 0; j < kv.dim; ++j) {
-          Narrow(Widen(page.keys[s * kv.dim + j]), &padded[s * dim + j]);
-          Narrow(Widen(page.values[s * kv.dim + j]), &padded[part + s * dim + j]);
+      Chunk<T> chunk = kv.ChunkOf(entry, end, head + i);
+      Chunk<uint32_t> here;
+      here.value_offset = part;
+      for (; here.pages < chunk.pages; ++here.pages) {
+        const T* from_keys = chunk.keys[here.pages];
+        uint32_t* keys = padded.data() + 2 * part * here.pages;
+        here.keys[here.pages] = keys;
+        for (int s = 0; s < kv.page_tokens; ++s) {
+          for (int j = 0; j < kv.dim; ++j) {
+            Narrow(Widen(from_keys[s * kv.dim + j]), keys + s * dim + j);
+            Narrow(Widen(from_keys[chunk.value_offset + s * kv.dim + j]), keys + part + s * dim + j);
+          }
         }
       }
-      PageAt<uint32_t> here{padded.data(), padded.data() + part};
-      AttendPage(rows[i], here, entry * kv.page_tokens, kv.page_tokens, maths, here, room);
+      AttendChunk(rows[i], here, entry * kv.page_tokens, kv.page_tokens, maths, {}, room);
     }
+    entry = kv.Next(end);
   }
 }
 

@@ -72,6 +72,7 @@ struct ShrinkTask {
   M* m;  // [group, tokens, max_rank]
 
   After<T> First(const Piece& piece) const { return FirstRows(a, piece, group[piece.at]); }
+  __attribute__((always_inline)) void Find(const Piece& piece) const { FindRows(a, piece, group[piece.at]); }
   void operator()(const Piece& piece, After<T> after) const {
     auto sizes = scale.dimensions();
     int projection = group[piece.at];
@@ -90,6 +91,7 @@ struct ExpandTask {
   const std::vector<float*>& y;  // [tokens, O] by projection of the group
 
   After<T> First(const Piece& piece) const { return FirstColumns(b, piece, group[piece.at]); }
+  __attribute__((always_inline)) void Find(const Piece& piece) const { FindColumns(b, piece, group[piece.at]); }
   void operator()(const Piece& piece, After<T> after) const {
     Expand(b, piece, group[piece.at], users, m + piece.at * tokens * max_rank, max_rank, y[piece.at], after);
   }
@@ -98,7 +100,12 @@ struct ExpandTask {
 template <typename Task>
 void RunPieces(int threads, const std::vector<Piece>& pieces, const Task& task) {
   Parallel(threads, Costs(pieces), [&](int begin, int end) {
-    for (int i = begin; i < end; ++i) task(pieces[i], task.First(pieces[std::min(i + 1, end - 1)]));
+    task.Find(pieces[begin]);
+    for (int i = begin; i < end; ++i) {
+      const Piece& next = pieces[std::min(i + 1, end - 1)];
+      task.Find(next);
+      task(pieces[i], task.First(next));
+    }
   });
 }
 
@@ -192,9 +199,13 @@ ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owne
     ExpandTask<T, X> expand{b, users, group, tokens, max_rank, m.get(), y};
     if (whole) {
       Parallel(pool.num_threads(), costs, [&](int begin, int end) {
+        shrink.Find(of_a[begin]);
         for (int i = begin; i < end; ++i) {
+          const Piece& next = of_a[std::min(i + 1, end - 1)];
+          expand.Find(of_b[i]);
+          shrink.Find(next);
           shrink(of_a[i], expand.First(of_b[i]));
-          expand(of_b[i], shrink.First(of_a[std::min(i + 1, end - 1)]));
+          expand(of_b[i], shrink.First(next));
         }
       });
     } else {

@@ -145,21 +145,26 @@ class Helpers {
   std::vector<std::unique_ptr<Helper>> helpers_;
 };
 
+// About as many runs as a thread gets at most.
+constexpr int kMostRuns = 4;
+
 // Runs tasks of the given costs over at most `threads` threads, several neighbours [begin, end) at a time; on this one
 // alone when there is little to do.
 inline void Parallel(int threads, const std::vector<int64_t>& costs, const std::function<void(int, int)>& run) {
-  constexpr int kRunsOfThread = 3;
   int tasks = costs.size();
-  int64_t total = std::accumulate(costs.begin(), costs.end(), int64_t{0});
-  if (total < kWorthAThread || threads < 2 || tasks < 2) {
-    run(0, tasks);
+  int64_t left = std::accumulate(costs.begin(), costs.end(), int64_t{0});
+  if (left < kWorthAThread || threads < 2 || tasks < 2) {
+    if (tasks) run(0, tasks);
     return;
   }
+  // Long runs first, since a run's start finds nothing in the cache; short ones last, so that no thread waits for long.
   std::vector<int> ends;
-  int64_t sum = 0, most = total / (kRunsOfThread * threads);
-  for (int i = 0; i < tasks; ++i) {
-    sum += costs[i];
-    if (sum >= most || i + 1 == tasks) ends.push_back(i + 1), sum = 0;
+  int64_t least = left / (kMostRuns * threads);
+  for (int i = 0; i < tasks;) {
+    int64_t wanted = std::max(left / (2 * threads), least), sum = 0;
+    while (i < tasks && sum < wanted) sum += costs[i++];
+    left -= sum;
+    ends.push_back(i);
   }
   int runs = ends.size();
   // Helpers that start late still look whether there is a run, so what they look at must outlive this call.
