@@ -1,7 +1,8 @@
 """The programs that the strategies benchmark times: one step's adapters by each LoRA strategy, and near-data functions.
 
 Each goes through all layers, as a step does: a layer's input depends on the layer before it, so nothing is moved out of
-the loop. What a projection gets is cut to one number a token before it is used, so that what is timed is the strategy.
+the loop. Of what a projection gets only as many numbers as there are tokens are used, so that what is timed is the
+strategy.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -105,10 +106,20 @@ def model_of(config: ModelConfig, dtype: np.dtype) -> Model:
     return Model(layout, groups, config.num_heads // config.num_kv_heads)
 
 
-def lora_programs(point: LoraPoint, model: Model, cold: ColdPages, kernels: KernelSet) -> Iterator[Program]:
-    """Each LoRA strategy on a point of the grid, and the near-data functions that they are made of."""
+def lora_programs(
+    point: LoraPoint, model: Model, cold: ColdPages, kernels: KernelSet, *, leave_out: Collection[str] = ()
+) -> Iterator[Program]:
+    """Each LoRA strategy on a point of the grid, and the near-data functions that they are made of.
+
+    Args:
+        point: of the grid.
+        model: its projections.
+        cold: deals the pages.
+        kernels: implementations.
+        leave_out: strategies that are not compiled.
+    """
     inputs = tuple(_random((point.rows, model.layout.in_width(group[0])), model) for group in model.groups)
-    for name in LORA:
+    for name in (name for name in LORA if name not in leave_out):
         yield _strategy_program(name, point, model, cold, kernels, inputs)
     middles = tuple(_random((len(group), point.rows, point.rank), model) for group in model.groups)
     a_bytes, b_bytes = _data_bytes(point, model)
@@ -213,7 +224,7 @@ def _near_program(
                 kernel.call(operand, pool, layer, stripe, layout=layout, group=group, **static)
                 for operand, group in zip(operands, model.groups, strict=True)
             ]
-            ends = [y.reshape(-1, point.rows, y.shape[-1])[0, :, 0] for y in jax.tree.leaves(_hold(parts))]
+            ends = [y.reshape(-1)[: point.rows] for y in jax.tree.leaves(_hold(parts))]
             return functools.reduce(operator.add, ends).astype(np.float32)
 
         def body(total: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:

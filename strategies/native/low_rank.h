@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "threads.h"
@@ -70,6 +69,14 @@ int RowsAhead(int64_t width) {
 
 // Tokens of an adapter from which on the work is bound by arithmetic: more rows of B are multiplied at once.
 constexpr int kManyTokens = 4;
+
+// Room of this thread for rows that lie in several pages; that of the call before is gone.
+template <typename T>
+T* Scratch(size_t count) {
+  static thread_local std::vector<T> room;
+  if (room.size() < count) room.resize(count);
+  return room.data();
+}
 
 // What is read after a piece: its first rows are brought into the cache at the end of the piece.
 template <typename T>
@@ -267,7 +274,7 @@ void Shrink(const Side<T>& a, const Piece& piece, int projection, const Users& u
   int width = a.widths[projection], count = users.Count(piece.adapter);
   const int* tokens = users.Of(piece.adapter);
   int64_t start = a.Start(piece.adapter, projection);
-  std::unique_ptr<T[]> room(new T[static_cast<size_t>(kRows) * width]);
+  T* room = Scratch<T>(static_cast<size_t>(kRows) * width);
   Walk<T> walk(a, piece.adapter, start + static_cast<int64_t>(piece.begin) * width, width, width), ahead = walk;
   int far = std::max(RowsAhead<T>(width), kRows);
   for (int i = 0; i < far; ++i) ahead.Step();
@@ -275,7 +282,7 @@ void Shrink(const Side<T>& a, const Piece& piece, int projection, const Users& u
     int here = std::min(kRows, piece.end - r);
     const T *rows[kRows], *next[kRows];
     for (int i = 0; i < here; ++i, walk.Step(), ahead.Step()) {
-      rows[i] = walk.Find(room.get() + i * width);
+      rows[i] = walk.Find(room + i * width);
       int later = r + far + i;
       next[i] = later < piece.end ? ahead.At() : after.Row(later - piece.end);
     }
@@ -305,7 +312,7 @@ void Expand(const Side<T>& b, const Piece& piece, int projection, const Users& u
   int rank = b.RanksOf(piece.adapter)[projection];
   const int* tokens = users.Of(piece.adapter);
   int64_t start = b.Start(piece.adapter, projection) + piece.begin;
-  std::unique_ptr<T[]> room(new T[static_cast<size_t>(kRows) * width]);
+  T* room = Scratch<T>(static_cast<size_t>(kRows) * width);
   Walk<T> walk(b, piece.adapter, start, out, width), ahead = walk;
   int far = std::max(RowsAhead<T>(width), most);
   for (int i = 0; i < far; ++i) ahead.Step();
@@ -313,7 +320,7 @@ void Expand(const Side<T>& b, const Piece& piece, int projection, const Users& u
     int here = rank - r >= most ? most : 1;
     const T *rows[kRows], *next[kRows];
     for (int i = 0; i < here; ++i, walk.Step(), ahead.Step()) {
-      rows[i] = walk.Find(room.get() + i * width);
+      rows[i] = walk.Find(room + i * width);
       int later = r + far + i;
       next[i] = later < rank ? ahead.At() : after.Row(later - rank);
     }
