@@ -31,6 +31,24 @@ class Needs(NamedTuple):
     b: bool
 
 
+class AdapterFigures(NamedTuple):
+    """What a planner takes of an adapter.
+
+    Attributes:
+        ranks: [J] int32, largest rank of each projection in any layer.
+        home: pool device, -1 for one that is striped over all.
+        pages: pages of A and of B, all stripes.
+        strategy: that serves it or is on its way; for one that nobody asked for, the first preferred.
+        pinned: never leaves the device for another.
+    """
+
+    ranks: np.ndarray
+    home: int
+    pages: tuple[int, int]
+    strategy: str
+    pinned: bool
+
+
 class PlacedAdapter(NamedTuple):
     """Where a strategy finds an adapter: its part of a lane's tables. One object until something about it changes.
 
@@ -61,6 +79,9 @@ class AdapterStatus:
         pool_bytes: bytes of its pages in the pool, all shards.
         device_bytes: bytes of its device pages, all shards.
         references: running sequences that use it.
+        pinned: its device pages stay there.
+        moving: strategy that will serve it when its pages are on the device, else "".
+        missing_bytes: bytes of those pages that are still to be copied, all shards.
     """
 
     tier: str
@@ -68,6 +89,9 @@ class AdapterStatus:
     pool_bytes: int
     device_bytes: int
     references: int
+    pinned: bool = False
+    moving: str = ""
+    missing_bytes: int = 0
 
 
 @dataclasses.dataclass
@@ -79,20 +103,25 @@ class Side:
         numbers: without any padding, all shards.
         pool: its pages in the pool, by stripe.
         device: its device pages, by stripe; None when it is not there.
+        coming: device pages that it is being copied to, by stripe; None when it is not.
+        copied: how many of those have their content, in the order of the stripes.
     """
 
     counts: list[int]
     numbers: int
     pool: list[list[int]] = dataclasses.field(default_factory=list)
     device: list[list[int]] | None = None
+    coming: list[list[int]] | None = None
+    copied: int = 0
 
     @property
     def count(self) -> int:
         return sum(self.counts)
 
     @property
-    def on_device(self) -> list[int]:
-        return flat(self.device or ())
+    def taken(self) -> list[int]:
+        """Device pages that it has or is being copied to."""
+        return flat(self.device or self.coming or ())
 
 
 @dataclasses.dataclass
@@ -108,6 +137,8 @@ class Entry:
         placed: tables for that strategy.
         references: running sequences that use it.
         retired: goes with its last reference.
+        wish: strategy that a planner wants; "" leaves the choice to the pool.
+        pinned: its device pages are never taken for another adapter.
     """
 
     ranks: np.ndarray
@@ -118,6 +149,13 @@ class Entry:
     placed: PlacedAdapter | None = None
     references: int = 0
     retired: bool = False
+    wish: str = ""
+    pinned: bool = False
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether its device pages may be taken for another adapter."""
+        return not (self.references or self.wish or self.pinned)
 
     @property
     def pool_pages(self) -> list[int]:
@@ -125,11 +163,29 @@ class Entry:
 
     @property
     def device_pages(self) -> list[int]:
-        return flat(side.on_device for side in self.sides)
+        return flat(side.taken for side in self.sides)
 
     @property
     def device_count(self) -> int:
-        return sum(side.count for side in self.sides if side.device is not None)
+        """Device pages that it takes, those on their way included."""
+        return sum(side.count for side in self.sides if side.device is not None or side.coming is not None)
+
+    def missing(self, needs: Needs) -> list[Side]:
+        """What a strategy reads on the device and is not there."""
+        sides = zip(self.sides, needs, strict=True)
+        return [side for side, needed in sides if needed and side.device is None and side.count]
+
+    def place(self, needs: Needs, most: tuple[int, int]) -> PlacedAdapter:
+        """The tables for its strategy, which reads there what `needs` says; A and B have up to `most` pages."""
+        a, b = (_table(*of_side, stripes=len(self.ranks)) for of_side in zip(self.sides, needs, most, strict=True))
+        return PlacedAdapter(self.strategy, self.ranks, self.scale, a, b, self.facts)
+
+
+def _table(side: Side, on_device: bool, most: int, *, stripes: int) -> np.ndarray:
+    table = np.zeros((stripes, most), np.int32)
+    for row, pages in zip(table, side.device or side.pool if on_device else side.pool, strict=True):
+        row[: len(pages)] = pages
+    return table
 
 
 def flat(pages: Iterable[Iterable[int]]) -> list[int]:

@@ -2,7 +2,8 @@
 
 An adapter takes the pages of its true ranks, in the pool and on the device, wherever they are free. When its first
 running sequence starts, the first preferred strategy whose device pages fit the budget now serves it; adapters that
-nobody uses make room, and leave their device pages only then.
+nobody uses make room, and leave their device pages only then. Whoever plans for all adapters says `wish` instead: the
+strategy may then change while an adapter is used, between two steps, after its pages have come (`migrate`).
 
 The pool is host state owned by the engine's thread; only `put` may be called from another, and `status` from any.
 """
@@ -11,13 +12,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
-
-import numpy as np
 
 from memory_pool import adapter_streams as streams
 from memory_pool.adapter_entry import (
+    AdapterFigures,
     AdapterStatus,
     CapacityError,
     Entry,
@@ -27,16 +27,18 @@ from memory_pool.adapter_entry import (
     StoredAdapter,
     flat,
 )
+from memory_pool.adapter_moves import AdapterCopies, AdapterMoves
 from memory_pool.adapter_streams import AdapterFacts, Modules
 from memory_pool.adapter_writer import AdapterWriter
 from memory_pool.eviction import EvictionPolicy, LeastRecentlyUsed
-from memory_pool.ledger import Crossing, Ledger
+from memory_pool.ledger import Ledger
 from memory_pool.page_memory import PageMemory
 from memory_pool.pages import PageAllocator
 from memory_pool.pool_pages import PoolPages
 
 __all__ = [
     "AdapterFacts",
+    "AdapterFigures",
     "AdapterPool",
     "AdapterStatus",
     "CapacityError",
@@ -98,7 +100,7 @@ class AdapterPool:
             )
         space = (pages.num_devices, pages.usable_per_device + 1)
         assert space == (memory.pool_devices, memory.pool_pages), space
-        self._memory, self._layout, self._ledger = memory, memory.layout, ledger
+        self._memory, self._layout = memory, memory.layout
         self._needs, self._preferred, self._fallback = dict(needs), tuple(preferred), fallback
         self._groups, self._max_rank = tuple(groups), max_rank
         self.num_stripes = pages.num_devices if placement == "striped" else 1
@@ -107,6 +109,11 @@ class AdapterPool:
         self._device = PageAllocator(memory.num_adapter_pages)
         self._entries: dict[int, Entry] = {}
         self._on_device: set[int] = set()
+        self._pinned: set[int] = set()
+        self._changed: set[int] = set()
+        self._instead: dict[str, str] = {}
+        self._copies = AdapterCopies(memory, self._device, ledger)
+        self._moves = AdapterMoves(self._copies, self._needs, self._switch)
         self._lock = threading.Lock()
         self.between_steps: Callable[[Callable[[], None]], None] = lambda function: function()
         self.fallbacks = 0
@@ -141,17 +148,25 @@ class AdapterPool:
                 counts[strategy] += 1
         return counts
 
-    def put(self, adapter: StoredAdapter) -> None:
+    def put(self, adapter: StoredAdapter, *, pinned: bool = False) -> None:
         """Copies an adapter into the pool, a few pages between two steps. May be called from any thread.
+
+        Args:
+            adapter: under an identity of its own.
+            pinned: once it is on the device it does not leave for another adapter.
 
         Raises:
             CapacityError: its rank is too large, or the pool has no room for it. Nothing is left of it then.
         """
         entry = self._entry(adapter.modules)
+        entry.pinned = pinned
         self._writer.write(entry, adapter.modules, self.between_steps)
         with self._lock:
             assert adapter.identity not in self._entries, adapter.identity
             self._entries[adapter.identity] = entry
+            self._changed.add(adapter.identity)
+            if pinned:
+                self._pinned.add(adapter.identity)
 
     def retire(self, adapter_id: int) -> None:
         """Drops an adapter as soon as no running sequence uses it."""
@@ -164,7 +179,7 @@ class AdapterPool:
         if adapter_id == 0:
             return True
         entry = self._entries[adapter_id]
-        return bool(entry.references) or bool(self._strategy_now(adapter_id, entry))
+        return bool(entry.references or entry.wish) or bool(self._strategy_now(adapter_id, entry))
 
     def acquire(self, adapter_id: int) -> None:
         """Takes a reference; the first chooses a strategy and copies what it reads there to the device.
@@ -174,7 +189,7 @@ class AdapterPool:
         if adapter_id == 0:
             return
         entry = self._entries[adapter_id]
-        if not entry.references:
+        if not entry.references and not entry.wish:
             strategy = self._strategy_now(adapter_id, entry)
             assert strategy, f"no room on the device for adapter {adapter_id}: call can_acquire first"
             self._serve(adapter_id, entry, strategy)
@@ -197,6 +212,68 @@ class AdapterPool:
         assert entry.placed is not None, adapter_id
         return entry.placed
 
+    def wish(self, adapter_id: int, strategy: str) -> None:
+        """Has an adapter served by a strategy as soon as what it reads on the device is there; it may be in use.
+
+        What is not needed any more leaves the device at once. `migrate` copies the rest. An adapter under a wish is
+        served as it stands when it is acquired, and is not evicted.
+        """
+        entry = self._entries[adapter_id]
+        strategy = self._instead.get(strategy, strategy)
+        if strategy != entry.wish:
+            self._moves.wish(adapter_id, entry, strategy)
+            if entry.placed is None:
+                here = (name for name in self._preferred if not entry.missing(self._needs[name]))
+                self._switch(adapter_id, entry, next(here, self._fallback))
+            self._note_device(adapter_id, entry)
+            self._changed.add(adapter_id)
+
+    def migrate(self, most_pages: int) -> int:
+        """Copies up to so many pages for those who wait for their wish, between two steps.
+
+        Returns:
+            Pages copied; 0 where nobody waits or nobody has room.
+        """
+        copied, touched = self._moves.advance(most_pages)
+        for adapter_id in touched:
+            self._note_device(adapter_id, self._entries[adapter_id])
+        return copied
+
+    def lose(self, strategies: Collection[str], *, instead: str) -> None:
+        """Some strategies work no longer: from the next step on, whoever they serve is served by another.
+
+        Args:
+            strategies: that are lost for good.
+            instead: strategy that reads nothing on the device.
+        """
+        self._instead |= dict.fromkeys(strategies, instead)
+        self._preferred = tuple(dict.fromkeys(self._instead.get(name, name) for name in self._preferred))
+        for adapter_id, entry in self._items():
+            if entry.wish in strategies:
+                self.wish(adapter_id, instead)
+            if entry.strategy in strategies:
+                self._switch(adapter_id, entry, instead)
+
+    def take_changes(self) -> set[int]:
+        """Adapters that came, went, or got another strategy since the last call."""
+        with self._lock:
+            changed, self._changed = self._changed, set()
+        return changed
+
+    def figures(self, adapter_id: int) -> AdapterFigures | None:
+        """What a planner takes of an adapter; None for one that is gone."""
+        entry = self._entries.get(adapter_id)
+        if entry is None:
+            return None
+        pages = entry.pool_pages
+        return AdapterFigures(
+            ranks=entry.ranks.sum(axis=0),
+            home=-1 if self.num_stripes > 1 or not pages else pages[0] // self._memory.pool_pages,
+            pages=(entry.sides[0].count, entry.sides[1].count),
+            strategy=entry.wish or entry.strategy or self._preferred[0],
+            pinned=entry.pinned,
+        )
+
     def status(self, adapter_id: int) -> AdapterStatus:
         """Where an adapter is. May be called from any thread.
 
@@ -204,20 +281,25 @@ class AdapterPool:
             KeyError: it is gone.
         """
         entry = self._entries[adapter_id]
-        on_device = entry.device_count
-        serves = entry.strategy if entry.references or on_device else ""
+        on_device, wish = entry.device_count, entry.wish
+        missing = [side.count - side.copied for side in entry.missing(self._needs[wish])] if wish else ()
+        serves = entry.strategy if entry.references or on_device or wish else ""
         return AdapterStatus(
             tier="device" if on_device else "pool",
             strategy=serves or self._strategy_alone(entry),
             pool_bytes=len(entry.pool_pages) * self._memory.page_bytes,
             device_bytes=on_device * self._memory.page_bytes,
             references=entry.references,
+            pinned=entry.pinned,
+            moving=wish if missing else "",
+            missing_bytes=sum(missing) * self._memory.page_bytes,
         )
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless adapters hold exactly the pages that they should, each page once."""
         self._writer.check_integrity([entry for _, entry in self._items()])
         self._device.check_integrity()
+        self._moves.check_integrity(dict(self._items()))
         device = flat(entry.device_pages for _, entry in self._items())
         assert len(device) == len(set(device)) == self._device.num_usable - self._device.num_free, "device pages"
         for adapter_id, entry in self._items():
@@ -227,9 +309,10 @@ class AdapterPool:
 
     def _check_entry(self, adapter_id: int, entry: Entry) -> None:
         for side, needed in zip(entry.sides, self._needs.get(entry.strategy, Needs(False, False)), strict=True):
-            assert side.device is None or [len(pages) for pages in side.device] == side.counts, adapter_id
+            taken = side.device or side.coming
+            assert taken is None or [len(pages) for pages in taken] == side.counts, adapter_id
             present = side.device is not None or not side.count
-            assert present or not (needed and entry.references), f"adapter {adapter_id} is not where it is read"
+            assert present or not (needed and (entry.references or entry.wish)), f"{adapter_id} is not where it is read"
 
     def _entry(self, modules: Modules) -> Entry:
         layout = self._layout
@@ -246,80 +329,67 @@ class AdapterPool:
         facts = streams.facts(modules, layout, self._groups)
         return Entry(ranks, streams.scales(modules, layout), facts, (a, b))
 
-    def _missing(self, entry: Entry, strategy: str) -> list[Side]:
-        """What a strategy reads on the device and is not there."""
-        sides = zip(entry.sides, self._needs[strategy], strict=True)
-        return [side for side, needed in sides if needed and side.device is None and side.count]
+    def _evictable(self, adapter_id: int) -> list[int]:
+        """Adapters that may leave the device for this one."""
+        return [i for i in self._on_device if i != adapter_id and self._entries[i].may_leave]
 
     def _strategy_now(self, adapter_id: int, entry: Entry) -> str:
         """The best strategy whose device pages fit now; "" while all that could ever fit have to wait."""
-        idle = (i for i in self._on_device if i != adapter_id and not self._entries[i].references)
-        room = self._device.num_free + sum(self._entries[i].device_count for i in idle)
+        room = self._device.num_free + sum(self._entries[i].device_count for i in self._evictable(adapter_id))
         for strategy in self._preferred:
-            if sum(side.count for side in self._missing(entry, strategy)) <= room:
+            if sum(side.count for side in entry.missing(self._needs[strategy])) <= room:
                 return strategy
         return "" if self._strategy_alone(entry) in self._preferred else self._fallback
 
     def _strategy_alone(self, entry: Entry) -> str:
-        """The best strategy for an adapter that has the device for itself."""
+        """The best strategy for an adapter that has the device for itself, but for what is pinned there."""
+        pinned = (self._entries.get(i) for i in tuple(self._pinned))
+        room = self._device.num_usable - sum(other.device_count for other in pinned if other and other is not entry)
         for strategy in self._preferred:
             sides = zip(entry.sides, self._needs[strategy], strict=True)
-            if sum(side.count for side, needed in sides if needed) <= self._device.num_usable:
+            if sum(side.count for side, needed in sides if needed) <= room:
                 return strategy
         return self._fallback
 
     def _serve(self, adapter_id: int, entry: Entry, strategy: str) -> None:
         if strategy not in self._preferred:
             self.fallbacks += 1
-        missing = self._missing(entry, strategy)
+        missing = entry.missing(self._needs[strategy])
         if missing:
             self._make_room(sum(side.count for side in missing), keep=adapter_id)
-            self._load(strategy, missing)
+            reserved = self._copies.reserve(missing)
+            assert reserved, adapter_id
+            self._copies.fill(missing, strategy)
             self._on_device.add(adapter_id)
         if missing or entry.placed is None or entry.strategy != strategy:
-            entry.strategy = strategy
-            entry.placed = self._place(entry)
+            self._switch(adapter_id, entry, strategy)
 
     def _make_room(self, count: int, *, keep: int) -> None:
-        idle = [i for i in self._on_device if i != keep and not self._entries[i].references]
-        for adapter_id in self._policy.order(idle):
+        for adapter_id in self._policy.order(self._evictable(keep)):
             if self._device.can_alloc(count):
                 return
             self._leave_device(adapter_id, self._entries[adapter_id])
 
-    def _load(self, strategy: str, sides: list[Side]) -> None:
-        useful = 0
-        for side in sides:
-            side.device = [self._device.alloc(count) for count in side.counts]
-            useful += side.numbers * self._layout.dtype.itemsize
-        pool = flat(pages for side in sides for pages in side.pool)
-        moved = self._memory.load_adapters(flat(side.on_device for side in sides), pool)
-        self._ledger.add(Crossing("adapter", strategy, "to_device", "load"), moved_bytes=moved, useful_bytes=useful)
-        control = self._memory.control_bytes(len(pool))
-        self._ledger.add(Crossing("control", strategy, "to_pool", "load"), moved_bytes=control, useful_bytes=control)
+    def _switch(self, adapter_id: int, entry: Entry, strategy: str) -> None:
+        entry.strategy = strategy
+        entry.placed = entry.place(self._needs[strategy], self.most_pages)
+        self._changed.add(adapter_id)
 
-    def _place(self, entry: Entry) -> PlacedAdapter:
-        needs, most = self._needs[entry.strategy], self.most_pages
-        a, b = (self._table(*args) for args in zip(entry.sides, needs, most, strict=True))
-        return PlacedAdapter(entry.strategy, entry.ranks, entry.scale, a, b, entry.facts)
-
-    def _table(self, side: Side, on_device: bool, most: int) -> np.ndarray:
-        table = np.zeros((self.num_stripes, most), np.int32)
-        for row, pages in zip(table, side.device or side.pool if on_device else side.pool, strict=True):
-            row[: len(pages)] = pages
-        return table
+    def _note_device(self, adapter_id: int, entry: Entry) -> None:
+        (self._on_device.add if entry.device_count else self._on_device.discard)(adapter_id)
 
     def _leave_device(self, adapter_id: int, entry: Entry) -> None:
-        self._device.free(entry.device_pages)
-        for side in entry.sides:
-            side.device = None
-        entry.strategy, entry.placed = "", None
+        self._copies.drop(entry.sides)
+        self._moves.forget(adapter_id)
+        entry.strategy, entry.wish, entry.placed = "", "", None
         self._on_device.discard(adapter_id)
 
     def _drop_if_unused(self, adapter_id: int, entry: Entry) -> None:
         if entry.retired and not entry.references:
             with self._lock:
                 del self._entries[adapter_id]
+                self._pinned.discard(adapter_id)
+                self._changed.add(adapter_id)
             self._leave_device(adapter_id, entry)
             self._writer.give_back(entry)
             self._policy.forget(adapter_id)
