@@ -10,10 +10,10 @@
       a quick look: the data fits into the cache
 
 A step goes through all layers and projections. Every call works on pages that were not read for a round; the round is
-four times the last-level cache where memory allows. Before each round of programs all pages are read once from end to
+four times the last-level cache where memory allows. Before the programs of a point all pages are read once from end to
 end by all cores: rates of near-data functions are given as shares of that read. A timed call follows one of the same
-program on other pages, as a step follows a step. Link bytes are those of the traced program. Figures are medians of
---runs runs after one to warm up. Progress goes to standard error.
+program on other pages, as a step follows a step. Each of --runs runs goes over the whole grid, after one to warm up;
+figures are medians over them. Link bytes are those of the traced program. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 
 import jax
-import numpy as np
 from absl import flags as absl_flags
 from rich.console import Console
 
@@ -36,16 +34,16 @@ from launch import flags
 from launch.benchmarks.case import split_names
 from launch.benchmarks.cold_pages import ColdPages, cold_size
 from launch.benchmarks.machine import describe_machine, describe_software
+from launch.benchmarks.program_timing import measure
 from launch.benchmarks.strategy_programs import (
     AttentionPoint,
     LoraPoint,
     Model,
-    Program,
     attention_program,
     lora_programs,
     model_of,
 )
-from launch.benchmarks.strategy_report import PointResult, StrategiesReport, Timing
+from launch.benchmarks.strategy_report import PointResult, StrategiesReport
 from launch.console import StageLog
 from launch.flags import StartError
 from memory_pool.probe import probe
@@ -189,53 +187,22 @@ def _model(case: StrategiesCase) -> Model:
 def _measure_grid(
     case: StrategiesCase, model: Model, cold: ColdPages, kernels: KernelSet, log: StageLog
 ) -> list[PointResult]:
-    results = []
     points = [*case.lora_points, *case.attention_points]
+    groups = []
     for number, point in enumerate(points, 1):
         started = time.monotonic()
         if isinstance(point, LoraPoint):
-            programs = list(lora_programs(point, model, cold, kernels))
+            groups.append(list(lora_programs(point, model, cold, kernels)))
         else:
-            programs = [attention_program(point, model, cold, kernels)]
-        results.append(PointResult(point, measure(programs, cold, runs=case.runs)))
+            groups.append([attention_program(point, model, cold, kernels)])
         words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in point._asdict().items())
-        log.say(f"{number}/{len(points)}", f"{words}: {time.monotonic() - started:.1f} s")
-    return results
+        log.say(f"{number}/{len(points)}", f"{words}: compiled in {time.monotonic() - started:.1f} s")
 
+    def tell(run: int, seconds: float) -> None:
+        log.say(f"run {run}/{case.runs}" if run else "warm-up", f"{seconds:.1f} s")
 
-def measure(programs: Sequence[Program], cold: ColdPages, *, runs: int) -> tuple[Timing, ...]:
-    """Times programs in turn, run after run, each run after a streaming read of all pages.
-
-    Args:
-        programs: each runs once a run, and once before to warm up.
-        cold: their pages.
-        runs: measured runs.
-    """
-    times: list[list[float]] = []
-    streams: list[float] = []
-    for _ in range(runs + 1):
-        streams.append(cold.num_bytes / cold.stream_s())
-        times.append([_steady_s(program) for program in programs])
-    return tuple(
-        Timing(program.name, program.data_bytes, column, tuple(streams[1:]), program.moved, program.useful)
-        for program, column in zip(programs, zip(*times[1:], strict=True), strict=True)
-    )
-
-
-def _steady_s(program: Program) -> float:
-    """Seconds of a call that follows one of the same program, as a step follows a step."""
-    _call_s(program)
-    return _call_s(program)
-
-
-def _call_s(program: Program) -> float:
-    arguments = program.arguments()
-    started = time.perf_counter()
-    result = program.call(*arguments)
-    result.block_until_ready()
-    seconds = time.perf_counter() - started
-    assert np.isfinite(np.asarray(result)).all(), program.name
-    return seconds
+    timings = measure(groups, cold, runs=case.runs, tell=tell)
+    return [PointResult(point, found) for point, found in zip(points, timings, strict=True)]
 
 
 def _in_words(case: StrategiesCase, model: Model) -> str:

@@ -118,10 +118,10 @@ def lora_programs(
         kernels: implementations.
         leave_out: strategies that are not compiled.
     """
-    inputs = tuple(_random((point.rows, model.layout.in_width(group[0])), model) for group in model.groups)
+    inputs = tuple(random_numbers((point.rows, model.layout.in_width(group[0])), model) for group in model.groups)
     for name in (name for name in LORA if name not in leave_out):
         yield _strategy_program(name, point, model, cold, kernels, inputs)
-    middles = tuple(_random((len(group), point.rows, point.rank), model) for group in model.groups)
+    middles = tuple(random_numbers((len(group), point.rows, point.rank), model) for group in model.groups)
     a_bytes, b_bytes = _data_bytes(point, model)
     for name, operands, data_bytes in (
         ("shrink", inputs, a_bytes),
@@ -149,9 +149,9 @@ def attention_program(point: AttentionPoint, model: Model, cold: ColdPages, kern
             at = link.to_pool(jnp.stack([layer, jnp.int32(NO_WINDOW)]))
             return total + link.to_device(near_data(near)(pool, at, q_NKRH, lane)), None
 
-        return _over_layers(body, point.sequences, layout)
+        return over_layers(body, point.sequences, layout)
 
-    q_NKRH = _random(shape, model)
+    q_NKRH = random_numbers(shape, model)
     positions = np.full((point.sequences, 1), point.context - 1, np.int32)
 
     def lane() -> AttentionLane:
@@ -165,7 +165,7 @@ def attention_program(point: AttentionPoint, model: Model, cold: ColdPages, kern
 
     page_bytes = 2 * layout.kv_heads * layout.head_dim * layout.dtype.itemsize
     data_bytes = layout.num_layers * point.sequences * point.context * page_bytes
-    call = _compile(step, cold, arguments(), in_pool=(1, 2))
+    call = compile_step(step, cold, arguments(), in_pool=(1, 2))
     return Program("partial attention", call, arguments, data_bytes)
 
 
@@ -183,7 +183,7 @@ def _strategy_program(
                 total = total + sum(y_TO[:, 0] for y_TO in lax.optimization_barrier(tuple(added.values())))
             return total, None
 
-        return _over_layers(body, point.rows, model.layout)
+        return over_layers(body, point.rows, model.layout)
 
     spaces = {True: "device", False: "pool"}
     a_space, b_space = spaces[strategy.needs.a], spaces[strategy.needs.b]
@@ -199,7 +199,7 @@ def _strategy_program(
     moved = audit(step, *shapes, loop_counts=traffic.lora_loop_counts(bucket, {name: use}), control_args=(3,))
     crossings = [*strategy.traffic(bucket, use), traffic.lora_tables(bucket, name, use)]
     useful = {way: sum(int(b.useful) for c, b in crossings if c.direction == way) for way in ("to_device", "to_pool")}
-    call = _compile(step, cold, first, in_pool=(3,))
+    call = compile_step(step, cold, first, in_pool=(3,))
     return Program(
         name, call, arguments, sum(_data_bytes(point, model)), moved, LinkTraffic(**useful, transfers=moved.transfers)
     )
@@ -231,12 +231,12 @@ def _near_program(
             part = near_data(near)(pool, link.to_pool(layer), operands, lane)
             return total + link.to_device(part), None
 
-        return _over_layers(body, point.rows, layout)
+        return over_layers(body, point.rows, layout)
 
     def arguments() -> tuple[Any, ...]:
         return cold.memory.pool, operands, lane_of(point, model, cold, a_space="pool", b_space="pool")
 
-    return Program(name, _compile(step, cold, arguments(), in_pool=(1, 2)), arguments, data_bytes)
+    return Program(name, compile_step(step, cold, arguments(), in_pool=(1, 2)), arguments, data_bytes)
 
 
 def lane_of(point: LoraPoint, model: Model, cold: ColdPages, *, a_space: str, b_space: str) -> LoraLane:
@@ -307,12 +307,14 @@ def _hold(values: Any) -> Any:
     return lax.optimization_barrier(values)
 
 
-def _over_layers(body: Callable[..., Any], rows: int, layout: PageLayout) -> jax.Array:
+def over_layers(body: Callable[..., Any], rows: int, layout: PageLayout) -> jax.Array:
+    """Runs a body for each layer: (total [rows] float32, layer) to (total, None)."""
     layers = jnp.arange(layout.num_layers, dtype=jnp.int32)
     return lax.scan(body, jnp.zeros(rows, jnp.float32), layers)[0]
 
 
-def _random(shape: tuple[int, ...], model: Model) -> np.ndarray:
+def random_numbers(shape: tuple[int, ...], model: Model) -> np.ndarray:
+    """Standard normal numbers in the dtype of the adapters."""
     return np.random.default_rng(0).standard_normal(shape, np.float32).astype(model.layout.dtype)
 
 
@@ -327,7 +329,15 @@ def _shapes(cold: ColdPages, arguments: tuple[Any, ...], *, in_pool: tuple[int, 
     return tuple(jax.tree.map(lambda v, i=i: shape(v, i), argument) for i, argument in enumerate(arguments))
 
 
-def _compile(
+def compile_step(
     step: Callable[..., jax.Array], cold: ColdPages, arguments: tuple[Any, ...], *, in_pool: tuple[int, ...]
 ) -> Callable[..., jax.Array]:
+    """Compiles a step.
+
+    Args:
+        step: of arrays.
+        cold: whose mesh it runs on.
+        arguments: for their shapes.
+        in_pool: positions of arguments that are in the pool.
+    """
     return jax.jit(step).lower(*_shapes(cold, arguments, in_pool=in_pool)).compile()

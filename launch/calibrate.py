@@ -1,0 +1,141 @@
+"""Measures this machine and writes its hardware file, which the cost model and the planner go by.
+
+  python -m launch.calibrate
+      the shapes of the default model; about two minutes on two cores, while nothing else runs
+
+  python -m launch.calibrate --output=machine.json --model=Qwen3-0.6B --runs=9
+
+Measures memory, matrix products, the link in each direction, and every LoRA and attention strategy with the near-data
+functions that they are made of, on cold pages; fits the seconds of a call, a byte and a FLOP of each function to them;
+prints the fit against what was measured, and draws it beside the file. Check a file on other points with
+python -m launch.bench strategies --hardware=FILE. Progress goes to standard error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import platform
+
+import jax
+from rich.console import Console
+
+from launch import flags
+from launch.benchmarks.calibration import Calibrated, calibrate
+from launch.benchmarks.calibration_points import TINY, USUAL
+from launch.benchmarks.calibration_programs import Bench
+from launch.benchmarks.calibration_report import report_text, save_plot
+from launch.benchmarks.cold_pages import ColdPages, cold_size
+from launch.benchmarks.model_shape import shape_of_config
+from launch.benchmarks.strategy_programs import model_of
+from launch.console import StageLog
+from launch.flags import StartError
+from memory_pool.hardware import save_hardware
+from memory_pool.probe import probe
+from plora_jax.checkpoints import load_config
+from plora_jax.engine.build import EngineConfig
+from strategies.kernel_tables import choose_kernels
+
+DTYPES = ("bfloat16", "float16", "float32")
+DESIGNS = {"usual": USUAL, "tiny": TINY}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibrating:
+    """What to measure.
+
+    Attributes:
+        output: hardware file to write; None for hardware-HOST.json in ~/.cache/plora_jax.
+        model: base model whose shapes are used, as for `serve`; its weights are not.
+        dtype: of adapters, keys and values: bfloat16, float16 or float32.
+        points: how many points are measured: usual, or tiny to try the command out.
+        runs: measured rounds, after one to warm up; figures are medians over them.
+        data_mb: data to cycle through, MB of 2^20 bytes, in the pool and as much on the device; None for four times
+            the last-level cache.
+    """
+
+    output: str | None = None
+    model: str = EngineConfig.model
+    dtype: str = "bfloat16"
+    points: str = "usual"
+    runs: int = 5
+    data_mb: int | None = None
+
+    @property
+    def path(self) -> pathlib.Path:
+        """Of the file."""
+        return default_path() if self.output is None else pathlib.Path(self.output).expanduser()
+
+    def validate(self) -> None:
+        """Raises StartError naming every field that cannot be, its value and what is allowed."""
+        problems = [
+            f"--{name} must be at least 1, got {value}"
+            for name in ("runs", "data_mb")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        for name, allowed in (("dtype", DTYPES), ("points", tuple(DESIGNS))):
+            if getattr(self, name) not in allowed:
+                problems.append(f"--{name} {getattr(self, name)!r} is unknown; choose {', '.join(allowed)}")
+        if self.output is not None and not self.path.parent.is_dir():
+            problems.append(f"--output {self.output!r} is in a directory that does not exist: make it first")
+        if self.output is not None and self.path.is_dir():
+            problems.append(f"--output {self.output!r} is a directory: name a file in it, such as hardware.json")
+        if problems:
+            raise StartError("; ".join(problems))
+
+
+def default_path() -> pathlib.Path:
+    """Where the hardware file of this machine is."""
+    return pathlib.Path("~/.cache/plora_jax").expanduser() / f"hardware-{platform.node() or 'local'}.json"
+
+
+def run_calibration(options: Calibrating, *, log: StageLog) -> Calibrated:
+    """Measures this machine.
+
+    Args:
+        options: what to measure.
+        log: told how far it is.
+
+    Raises:
+        StartError: the options cannot be, or this machine cannot be measured.
+    """
+    options.validate()
+    backend = probe()
+    log.say("backend", backend.as_text())
+    if not backend.near_data:
+        raise StartError(f"near-data functions do not work here: {backend.problem}; set JAX_PLATFORMS=cpu")
+    try:
+        config = load_config(options.model)
+    except (OSError, ValueError) as error:
+        raise StartError(str(error)) from error
+    model = model_of(config, jax.numpy.dtype(options.dtype))
+    shape = shape_of_config(config, name=options.model, item_bytes=model.layout.dtype.itemsize)
+    size = cold_size(None if options.data_mb is None else options.data_mb * 2**20)
+    log.say("data", f"filling {size.num_bytes / 1e6:.0f} MB of pages in the pool and on the device")
+    cold = ColdPages(model.layout, num_bytes=size.num_bytes)
+    bench = Bench(model, shape, cold, choose_kernels().decode)
+    return calibrate(bench, DESIGNS[options.points], name=platform.node() or "local", runs=options.runs, log=log)
+
+
+def main() -> None:
+    """Measures what the flags describe, prints the report, writes the file and the plot."""
+    options = flags.read(Calibrating)
+    found = run_calibration(options, log=StageLog(Console(stderr=True)))
+    print(report_text(found))
+    path = options.path
+    plot = path.with_suffix(".png")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_hardware(found.hardware, path)
+        save_plot(found, plot)
+    except OSError as error:
+        raise StartError(f"--output {str(path)!r} cannot be written: {error}") from error
+    except ImportError:
+        print(f"wrote {path}; no plot, since matplotlib is not installed: pip install matplotlib")
+    else:
+        print(f"wrote {path} and {plot}")
+
+
+if __name__ == "__main__":
+    flags.define(Calibrating)
+    flags.run(main)
