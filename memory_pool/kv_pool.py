@@ -8,6 +8,9 @@ page it was filling is written as well, so that all its device pages are copies,
     if pool.lack(handle, end) is None: pool.extend(handle, end)       # before a step that computes up to `end`
     pool.commit([(handle, end), ...])                                 # after it
 
+How many copies stay is up to a planner (`keep`); where there is room for more than there are, `bring` copies pages of
+running sequences back, a few between two steps.
+
 Host state in plain Python and numpy, owned by the engine's thread.
 """
 
@@ -21,12 +24,11 @@ from typing import Literal, Protocol
 import numpy as np
 
 from memory_pool.eviction import EvictionPolicy, LeastRecentlyUsed
+from memory_pool.kv_handle import ABSENT, KvHandle
 from memory_pool.ledger import Crossing, Ledger
 from memory_pool.pages import PageAllocator
 
-ABSENT = -1
-"""In a page table: this page is not in the memory that the table is for."""
-
+__all__ = ["ABSENT", "HomePages", "KvHandle", "KvMover", "KvPool", "Lack"]
 
 _ORDERED = 64
 """Copies whose order of leaving is worked out at once: sorting all for each page would take longer than the step."""
@@ -58,48 +60,6 @@ class Lack(enum.Enum):
 
     POOL = "pool pages"
     DEVICE = "device pages"
-
-
-class KvHandle:
-    """Where the pages of one sequence are. Changed by `KvPool` only.
-
-    Attributes:
-        computed: tokens whose keys and values are there.
-        written: tokens, from the start, whose keys and values are in the pool.
-        ready: tokens up to this one, from those computed on, may be written to its device pages.
-        suspended: it is not being computed; all its device pages are copies.
-    """
-
-    def __init__(self) -> None:
-        self.computed = self.written = self.ready = self.num_pages = 0
-        self.suspended = False
-        # Rows: pool pages, device pages, pool pages of what is not on the device.
-        self._tables = np.full((3, 8), ABSENT, np.int32)
-
-    def home_table(self) -> np.ndarray:
-        """[P] int32: pool page of each page in order of position. Valid until the handle changes, as the others."""
-        return self._tables[0, : self.num_pages]
-
-    def device_table(self) -> np.ndarray:
-        """[P] int32: device page of each page, ABSENT where there is none."""
-        return self._tables[1, : self.num_pages]
-
-    def pool_table(self) -> np.ndarray:
-        """[P] int32: pool page of each page that is not on the device, ABSENT for the others."""
-        return self._tables[2, : self.num_pages]
-
-    def _begin(self, homes: Sequence[int]) -> None:
-        stop = self.num_pages + len(homes)
-        if stop > self._tables.shape[1]:
-            more = np.full((3, max(stop, self._tables.shape[1])), ABSENT, np.int32)
-            self._tables = np.concatenate([self._tables, more], axis=1)
-        self._tables[0, self.num_pages : stop] = self._tables[2, self.num_pages : stop] = homes
-        self._tables[1, self.num_pages : stop] = ABSENT
-        self.num_pages = stop
-
-    def _place(self, index: int, device: int) -> None:
-        self._tables[1, index] = device
-        self._tables[2, index] = self._tables[0, index] if device == ABSENT else ABSENT
 
 
 class KvPool:
@@ -239,6 +199,41 @@ class KvPool:
         for handle, index in full:
             self._add_copy(handle, index)
         self._drop_copies(len(self._copies) - self._most_copies)
+
+    def keep(self, copies: int | None) -> None:
+        """Sets how many device pages may hold copies between two steps, None for all that are free; drops what is over.
+
+        What a step writes to is not a copy and always on the device.
+        """
+        self._most_copies = self._device.num_usable if copies is None else copies
+        self._drop_copies(len(self._copies) - self._most_copies)
+
+    def bring(self, most_pages: int) -> int:
+        """Copies up to so many pages of running sequences back to the device, between two steps.
+
+        As many as may be kept; a page for each sequence stays free, so that what is brought is not dropped at once.
+
+        Returns:
+            Pages copied.
+        """
+        on_device = self._device.num_usable - self._device.num_free
+        room = min(self._most_copies - len(self._copies), self._device.num_free - len(self._handles))
+        count = min(most_pages, room, self._held - on_device)
+        if count <= 0:
+            return 0
+        found: list[tuple[KvHandle, int]] = []
+        for handle in self._handles:
+            if not handle.suspended and len(found) < count:
+                absent = np.flatnonzero(handle.pool_table()[: handle.written // self.page_tokens] != ABSENT)
+                found += [(handle, index) for index in absent[: count - len(found)].tolist()]
+        if found:
+            homes = [int(handle.home_table()[index]) for handle, index in found]
+            pages = self._device.alloc(len(found))
+            self._count("to_device", self._mover.load_kv(pages, homes), len(found) * self.page_tokens)
+            for (handle, index), page in zip(found, pages, strict=True):
+                handle._place(index, page)
+                self._add_copy(handle, index)
+        return len(found)
 
     def suspend(self, handle: KvHandle) -> None:
         """Writes the page being filled to the pool and gives back all but copies; `extend` resumes it."""
