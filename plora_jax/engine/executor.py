@@ -24,7 +24,7 @@ from plora_jax.engine.plan import Row, RowResult, StepPlan
 from plora_jax.engine.plan import Sequence as PlannedSequence
 from plora_jax.engine.step import PromptLogprobs, StepResult, StepSetting, make_step
 from plora_jax.engine.traffic import StepTraffic
-from plora_jax.model import Decoder, Params, stack_as_raw
+from plora_jax.model import Decoder, Params, pack_params, packed_specs
 from strategies.kernel_tables import Kernels, choose_kernels
 from strategies.strategy_table import LORA
 
@@ -81,9 +81,11 @@ class JaxExecutor:
         kernels: Kernels | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._params, self._adapters, self._dtype = stack_as_raw(params), adapters, np.dtype(dtype)
+        self._adapters, self._dtype = adapters, np.dtype(dtype)
         self._memory, self._ledger, self._attention_of = memory, ledger, attention_of
         self.decoder = Decoder(config, num_shards=memory.num_shards)
+        self._params = pack_params(params, self.decoder.parallel)
+        self.param_specs = packed_specs(self._params, self.decoder.parallel)
         self.kernels = kernels or choose_kernels()
         stripes = adapters.num_stripes if adapters else 1
         self.shape = BatchShape(
@@ -180,7 +182,14 @@ class JaxExecutor:
         )
         empty = builder.build(StepPlan(()), placed=self._placed)
         packing = {name: PackedArrays(parcel.tree) for name, parcel in empty.parcels.items()}
-        step = make_step(self.decoder, self._dtype, self._memory.mesh, setting=self.setting, packing=packing)
+        step = make_step(
+            self.decoder,
+            self._dtype,
+            self._memory.mesh,
+            setting=self.setting,
+            packing=packing,
+            param_specs=self.param_specs,
+        )
         # float32 means float32: accelerators otherwise round the operands of a product to fewer bits.
         exact = self._dtype == np.float32
         with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():

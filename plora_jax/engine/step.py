@@ -217,6 +217,7 @@ def make_step(
     *,
     setting: StepSetting,
     packing: Mapping[str, PackedArrays],
+    param_specs: Mapping[str, Any],
 ) -> Callable[..., tuple[jax.Array, StepResult]]:
     """Builds the step of a model for one bucket.
 
@@ -226,6 +227,7 @@ def make_step(
         mesh: devices, with the axis `tensor`.
         setting: pages and kernels.
         packing: how the bucket's parcels are packed.
+        param_specs: how the parameter tree lies over the mesh.
 
     Returns:
         A function (params, pool, adapters, kv, parcels, sampling) -> (kv, StepResult), to be jitted with `kv` donated.
@@ -258,7 +260,7 @@ def make_step(
     return jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(decoder.parallel.param_specs(), sharded, sharded, sharded, whole, whole),
+        in_specs=(param_specs, sharded, sharded, sharded, whole, whole),
         out_specs=(sharded, whole),
         check_vma=False,
     )

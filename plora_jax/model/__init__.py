@@ -3,5 +3,16 @@
 from plora_jax.model.decoder import Decoder, Params, stack_as_raw
 from plora_jax.model.dense import LoraWeights, forward_full
 from plora_jax.model.layers import Context, LayerConstants
+from plora_jax.model.packed import pack_params, packed_specs
 
-__all__ = ["Context", "Decoder", "LayerConstants", "LoraWeights", "Params", "forward_full", "stack_as_raw"]
+__all__ = [
+    "Context",
+    "Decoder",
+    "LayerConstants",
+    "LoraWeights",
+    "Params",
+    "forward_full",
+    "pack_params",
+    "packed_specs",
+    "stack_as_raw",
+]

@@ -24,8 +24,12 @@ from plora_jax.model.layers import Context, DecoderLayer, LayerConstants, matmul
 from plora_jax.model.rope import inverse_frequencies
 from plora_jax.parallel import TensorParallel
 from strategies.paged_attention import NO_WINDOW
+from strategies.products import PackedWeights, products
 
 Params = Mapping[str, Any]
+
+PACKED_HEAD = "packed_head"
+"""Key of the head's weights in the order of a kernel, [1, V, D] packed (`plora_jax.model.packed`)."""
 
 
 def stack_as_raw(params: Params) -> Params:
@@ -34,8 +38,12 @@ def stack_as_raw(params: Params) -> Params:
     XLA on the CPU converts a stacked bfloat16 array to float32 as a whole before it takes a layer's slice of it in a
     loop: 180 ms instead of 40 a step of the default model. Raw bits are sliced as they are.
     """
-    layers = {n: to_raw(w) if w.dtype.itemsize == 2 and not _is_raw(w) else w for n, w in params["layers"].items()}
-    return {**params, "layers": layers}
+
+    def raw(weight: Any) -> Any:
+        keep = isinstance(weight, PackedWeights) or weight.dtype.itemsize != 2 or _is_raw(weight)
+        return weight if keep else to_raw(weight)
+
+    return {**params, "layers": {name: raw(weight) for name, weight in params["layers"].items()}}
 
 
 def _is_raw(weight: Any) -> bool:
@@ -111,15 +119,19 @@ class Decoder:
             [..., D] after the final norm, and the cache.
         """
 
+        # Packed weights stay whole and are told the layer; the module has none of its own then.
+        packed = {name: w for name, w in params["layers"].items() if isinstance(w, PackedWeights)}
+        sliced = {name: w for name, w in params["layers"].items() if name not in packed}
+
         def body(carry: tuple[jax.Array, Any], layer: tuple[Any, LayerConstants]) -> tuple[tuple[jax.Array, Any], None]:
             weights, constants = layer
             weights = {name: from_raw(w, x.dtype) if _is_raw(w) else w for name, w in weights.items()}
-            state = jax.tree.unflatten(self._treedef, [weights[name] for name in self._names])
-            module = cast(DecoderLayer, nnx.merge(self._graph, state))
-            return module(*carry, context, constants), None
+            leaves = [weights[name] if name in weights else jnp.zeros((), x.dtype) for name in self._names]
+            module = cast(DecoderLayer, nnx.merge(self._graph, jax.tree.unflatten(self._treedef, leaves)))
+            return module(*carry, context, constants._replace(packed=packed)), None
 
         constants = jax.tree.map(jnp.asarray, self._constants)
-        (x, cache), _ = lax.scan(body, (x, cache), (dict(params["layers"]), constants))
+        (x, cache), _ = lax.scan(body, (x, cache), (sliced, constants))
         return rms_norm(x, params["final_norm"], self.config), cache
 
     def logits(self, params: Params, hidden: jax.Array, *, delta: jax.Array | None = None) -> jax.Array:
@@ -134,8 +146,11 @@ class Decoder:
         Returns:
             [..., V] float32, whole on every shard.
         """
-        head = params["embedding"] if self.config.tie_word_embeddings else params["head"]
-        logits = matmul(hidden, head.astype(hidden.dtype))
+        if PACKED_HEAD in params:
+            (logits,) = products(hidden, [params[PACKED_HEAD]], jnp.int32(0))
+        else:
+            head = params["embedding"] if self.config.tie_word_embeddings else params["head"]
+            logits = matmul(hidden, head.astype(hidden.dtype))
         logits = logits if delta is None else logits + delta
         cap = self.config.final_soft_cap
         return self.parallel.gather_vocabulary(logits if cap is None else cap * jnp.tanh(logits / cap))

@@ -7,7 +7,7 @@ a module is one shard: weights and heads are its own, row-parallel projections a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,6 +18,7 @@ from plora_jax.config import ModelConfig
 from plora_jax.model.moe import routed_experts
 from plora_jax.model.rope import rotate
 from plora_jax.parallel import ROW_PARALLEL, TensorParallel
+from strategies.products import PackedWeights, products
 
 
 class LayerConstants(NamedTuple):
@@ -27,11 +28,13 @@ class LayerConstants(NamedTuple):
         index: [] int32.
         freqs: [H / 2] float32, rotary frequencies.
         window: [] int32, tokens a query sees.
+        packed: weights of all layers that are kept in the order of a kernel, by projection.
     """
 
     index: Any
     freqs: Any
     window: Any
+    packed: Mapping[str, PackedWeights] = {}
 
 
 class Context(Protocol):
@@ -65,7 +68,7 @@ class Context(Protocol):
 
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., I] times weight [O, I], summed in float32 and left there: every base product goes through here."""
+    """x [..., I] times weight [O, I], summed in float32 and left there: base products that are not packed."""
     return jnp.einsum("...I,OI->...O", x, weight, preferred_element_type=jnp.float32)
 
 
@@ -125,14 +128,19 @@ class DecoderLayer(nnx.Module):
         """Projections that share an input, with the adapters' part and the bias, summed before rounding."""
         deltas = context.deltas(x, names, layer)
         out = []
-        for name in names:
-            y = matmul(x, self._weight(name))
+        for name, y in self._products(x, names, layer).items():
             # Only column-parallel projections have a bias, which is then this shard's: it is added once.
             if hasattr(self, f"{name}_bias"):
                 y = y + self._weight(f"{name}_bias").astype(jnp.float32)
             y = y + deltas[name] if name in deltas else y
             out.append((self.parallel.add_up(y) if name in ROW_PARALLEL else y).astype(x.dtype))
         return tuple(out)
+
+    def _products(self, x: jax.Array, names: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
+        """x times the base weights of projections that share it, float32."""
+        packed = [name for name in names if name in layer.packed]
+        found = dict(zip(packed, products(x, [layer.packed[name] for name in packed], layer.index), strict=True))
+        return {name: found[name] if name in found else matmul(x, self._weight(name)) for name in names}
 
     def _attention(self, x: jax.Array, cache: Any, context: Context, layer: LayerConstants) -> tuple[jax.Array, Any]:
         c = self.config

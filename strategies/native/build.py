@@ -1,4 +1,4 @@
-"""Builds kernels.cc once a machine and source, and registers its functions with XLA.
+"""Builds the sources beside it once a machine, and registers their functions with XLA.
 
 The library is kept under ~/.cache/plora_jax/native (or $PLORA_NATIVE_DIR), by a hash of what it is made from. Without a
 compiler, or with PLORA_NATIVE=0, nothing is built and the XLA implementations serve.
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import jax
 
-_SOURCE = Path(__file__).with_name("kernels.cc")
-_HEADERS = tuple(sorted(_SOURCE.parent.glob("*.h")))
+_SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cc")))
+_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
-_TARGETS = ("plora_shrink", "plora_expand", "plora_delta", "plora_rows", "plora_partial_attention")
+_TARGETS = ("plora_shrink", "plora_expand", "plora_delta", "plora_rows", "plora_partial_attention", "plora_products")
 _BUILD_LIMIT_S = 300
 
 
@@ -34,10 +34,11 @@ def unavailable() -> str | None:
     if not compiler:
         return "no C++ compiler (g++ or clang++) was found"
     try:
-        library = ctypes.CDLL(str(_library(compiler)))
+        library = _load(compiler)
     except subprocess.CalledProcessError as error:
         said = (error.stderr or "").strip().splitlines() or ["it said nothing"]
-        return f"{compiler} could not build the native kernels (exit status {error.returncode}): {said[0]}"
+        line = next((line for line in said if "error" in line), said[0])
+        return f"{compiler} could not build the native kernels (exit status {error.returncode}): {line}"
     except (OSError, subprocess.SubprocessError) as error:
         return f"the native kernels could not be built: {error}"
     for target in _TARGETS:
@@ -45,9 +46,23 @@ def unavailable() -> str | None:
     return None
 
 
+@functools.cache
+def matrix_unit_unavailable() -> str | None:
+    """None when products can run on the processor's matrix unit, else why not."""
+    if reason := unavailable():
+        return reason
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or ""
+    return None if _load(compiler).plora_matrix_unit() else "this processor has no matrix unit for bfloat16 (AMX)"
+
+
+@functools.cache
+def _load(compiler: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(_library(compiler)))
+
+
 def _library(compiler: str) -> Path:
     """Path of the shared library, built when it is not there yet."""
-    files = [path.read_bytes() for path in (_SOURCE, *_HEADERS)]
+    files = [path.read_bytes() for path in (*_SOURCES, *_HEADERS)]
     made_from = (files, compiler, _FLAGS, jax.__version__, platform.machine(), _cpu_flags())
     digest = hashlib.sha256(repr(made_from).encode()).hexdigest()[:20]
     directory = Path(os.environ.get("PLORA_NATIVE_DIR", "~/.cache/plora_jax/native")).expanduser()
@@ -59,7 +74,7 @@ def _library(compiler: str) -> Path:
     handle, name = tempfile.mkstemp(suffix=".so", dir=directory)
     os.close(handle)
     try:
-        command = [compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", name]
+        command = [compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", name]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_LIMIT_S)
         os.replace(name, path)
     finally:

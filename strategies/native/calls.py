@@ -5,6 +5,7 @@ They run on the device and near the data: results are in the memory space of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -164,6 +165,24 @@ def partial_attention(
             page_tokens=np.int32(layout.page_tokens),
         )
     )
+
+
+def products(x_TI: jax.Array, tiles: Sequence[jax.Array], layer: jax.Array) -> tuple[jax.Array, ...]:
+    """x times base weights that share it, on the processor's matrix unit.
+
+    Args:
+        x_TI: [T, I] bfloat16.
+        tiles: [L, O / 16, I / 32, 512] uint16 each, as `strategies.products.pack` leaves them.
+        layer: [] int32.
+
+    Returns:
+        [T, O] float32 for each; an element depends on its row and weights alone.
+
+    Cost:
+        Reads each weight once, whatever the number of rows.
+    """
+    results = [jax.ShapeDtypeStruct((x_TI.shape[0], w.shape[1] * 16), jnp.float32) for w in tiles]
+    return tuple(jax.ffi.ffi_call("plora_products", results)(layer, to_raw(x_TI), *tiles))
 
 
 def _like(pages_LPW: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -176,7 +176,12 @@ def control_bytes(built: Deployment) -> list[tuple[int, int]]:
         before = told_control(built)
         executor.send(bucket, empty)
         step = make_step(
-            executor.decoder, executor._dtype, built.memory.mesh, setting=executor.setting, packing=program.packing
+            executor.decoder,
+            executor._dtype,
+            built.memory.mesh,
+            setting=executor.setting,
+            packing=program.packing,
+            param_specs=executor.param_specs,
         )
         args = executor.abstract_args(empty, program.packing)
         counted = AuditedProgram(step, *args, control_args=[4]).count(program.traffic.loop_counts(empty.use))

@@ -37,7 +37,14 @@ class Auditor:
         bucket, built = self.build(plan)
         program = inner.programs[bucket]
         if bucket not in self._programs:
-            step = make_step(inner.decoder, inner._dtype, memory.mesh, setting=inner.setting, packing=program.packing)
+            step = make_step(
+                inner.decoder,
+                inner._dtype,
+                memory.mesh,
+                setting=inner.setting,
+                packing=program.packing,
+                param_specs=inner.param_specs,
+            )
             self._programs[bucket] = AuditedProgram(step, *inner.abstract_args(built, program.packing))
         counted = self._programs[bucket].count(program.traffic.loop_counts(built.use))
         declared = {"to_device": 0, "to_pool": 0}
@@ -104,6 +111,13 @@ def test_step_closes_over_no_large_constant():
     bucket = executor.buckets[-1]
     program = executor.programs[bucket]
     empty = program.builder.build(StepPlan(()), placed=executor._placed)
-    step = make_step(executor.decoder, np.float32, built.memory.mesh, setting=executor.setting, packing=program.packing)
+    step = make_step(
+        executor.decoder,
+        np.float32,
+        built.memory.mesh,
+        setting=executor.setting,
+        packing=program.packing,
+        param_specs=executor.param_specs,
+    )
     closed = jax.make_jaxpr(step)(*executor.abstract_args(empty, program.packing))
     assert sum(np.asarray(c).nbytes for c in closed.consts) < 4096
