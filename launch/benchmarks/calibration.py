@@ -31,7 +31,8 @@ class Timed(NamedTuple):
     Attributes:
         kind: what it measures.
         label: its size in words.
-        quantities: by flat name of the coefficient.
+        quantities: by flat name of the coefficient; empty for what is not in the fit.
+        data_bytes: that a call reads or moves.
         runs_s: seconds of each run.
         seconds: their median.
         fitted_s: what the fit says.
@@ -40,6 +41,7 @@ class Timed(NamedTuple):
     kind: str
     label: str
     quantities: Mapping[str, float]
+    data_bytes: int
     runs_s: tuple[float, ...]
     seconds: float
     fitted_s: float = float("nan")
@@ -55,7 +57,7 @@ class Calibrated(NamedTuple):
 
     Attributes:
         hardware: with its calibration.
-        timed: every sample.
+        timed: every sample, those of the fit first.
         stream_bytes_per_s: of streaming reads of all pages by all cores.
     """
 
@@ -64,9 +66,14 @@ class Calibrated(NamedTuple):
     stream_bytes_per_s: Sequence[float]
 
     @property
+    def fitted(self) -> Sequence[Timed]:
+        """The samples of the fit."""
+        return [t for t in self.timed if t.quantities]
+
+    @property
     def mean_error(self) -> float:
-        """Mean absolute error of the fit over all samples."""
-        return float(np.abs([t.error for t in self.timed]).mean())
+        """Mean absolute error of the fit over its samples."""
+        return float(np.abs([t.error for t in self.fitted]).mean())
 
 
 def calibrate(bench: Bench, design: Design, *, name: str, runs: int, log: StageLog) -> Calibrated:
@@ -80,8 +87,10 @@ def calibrate(bench: Bench, design: Design, *, name: str, runs: int, log: StageL
         log: told how far it is.
     """
     timed, streams = _measure(bench, design, runs=runs, log=log)
-    fit = fit_coefficients([Measurement(t.quantities, t.seconds) for t in timed])
-    timed = [t._replace(fitted_s=t.seconds * (1 + e)) for t, e in zip(timed, fit.errors, strict=True)]
+    fitted = [t for t in timed if t.quantities]
+    fit = fit_coefficients([Measurement(t.quantities, t.seconds) for t in fitted])
+    fitted = [t._replace(fitted_s=t.seconds * (1 + e)) for t, e in zip(fitted, fit.errors, strict=True)]
+    timed = [*fitted, *(t for t in timed if not t.quantities)]
     kept = {what: value for what, value in fit.coefficients.items() if not what.startswith(f"{FRAME}.")}
     calibration = calibration_of(kept)
     found = Calibrated(_hardware(name, timed, streams), timed, streams)
@@ -106,7 +115,7 @@ def _measure(bench: Bench, design: Design, *, runs: int, log: StageLog) -> tuple
 
     results = measure([[s.program for s in group] for group in groups], bench.cold, runs=runs, tell=tell)
     timed = [
-        Timed(sample.kind, sample.label, sample.quantities, timing.runs_s, timing.median_s)
+        Timed(sample.kind, sample.label, sample.quantities, timing.data_bytes, timing.runs_s, timing.median_s)
         for group, timings in zip(groups, results, strict=True)
         for sample, timing in zip(group, timings, strict=True)
     ]
@@ -117,9 +126,8 @@ def _hardware(name: str, timed: Sequence[Timed], streams: Sequence[float]) -> Ha
     """What the samples say of device, link and pool, which are the same cores and memory here."""
     stream = float(np.median(streams))
     flops = max(flops_per_s(t) for t in timed if t.kind == "matmul")
-    ways = link_rates(timed)
-    largest = {way: max(rates.items()) for way, rates in ways.items()}
-    smallest = min(ways["to_pool"].items())
+    to_pool, to_device = (link_rates(timed, way) for way in ("to_pool", "to_device"))
+    smallest = min(to_device)
     source = "measured by launch.calibrate"
     return HardwareSpec(
         name=name,
@@ -127,11 +135,11 @@ def _hardware(name: str, timed: Sequence[Timed], streams: Sequence[float]) -> Ha
             flops_per_s=flops, memory_bytes_per_s=stream, memory_bytes=float(memory_bytes()), source=source
         ),
         link=LinkSpec(
-            to_device_bytes_per_s=largest["to_device"][1],
-            to_pool_bytes_per_s=largest["to_pool"][1],
-            latency_s=smallest[0] / smallest[1],
+            to_device_bytes_per_s=to_device[max(to_device)],
+            to_pool_bytes_per_s=to_pool[max(to_pool)],
+            latency_s=smallest / to_device[smallest],
             full_duplex=False,
-            source=f"{source}: a copy in memory; latency is the time of {smallest[0]} bytes",
+            source=f"{source}: a copy in memory; latency is the time of {smallest} bytes",
         ),
         pool_device=PoolDeviceSpec(
             dram_bytes_per_s=stream,
@@ -147,16 +155,11 @@ def flops_per_s(timed: Timed) -> float:
     return timed.quantities["matmul.flop_s"] / timed.seconds
 
 
-def link_rates(timed: Sequence[Timed]) -> dict[str, dict[int, float]]:
-    """Bytes per second by direction and bytes of a crossing: what the crossing adds to the program without it."""
-    seconds = {(t.kind, t.label): t.seconds for t in timed}
-    rates: dict[str, dict[int, float]] = {"to_pool": {}, "to_device": {}}
-    for t in timed:
-        if t.kind != "link both ways":
-            continue
-        there, without = seconds["link to_pool", t.label], seconds["link frame", t.label]
-        layers, moved = t.quantities["to_pool.call_s"], t.quantities["to_pool.byte_s"]
-        for way, took in (("to_pool", there - without), ("to_device", t.seconds - there)):
-            # Within the noise of timings a crossing may take nothing; its rate is then what a tenth of the rest gives.
-            rates[way][int(moved / layers)] = moved / max(took, 0.1 * without)
-    return rates
+def link_rates(timed: Sequence[Timed], way: str) -> dict[int, float]:
+    """Bytes per second by bytes of a crossing.
+
+    Args:
+        timed: all samples.
+        way: "to_pool" or "to_device".
+    """
+    return {t.data_bytes: t.data_bytes / t.seconds for t in timed if t.kind == f"link {way}"}

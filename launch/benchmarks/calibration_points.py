@@ -72,7 +72,7 @@ USUAL = Design(
     ),
     attention=(AttentionPoint(256, 8), AttentionPoint(384, 40), AttentionPoint(1024, 16)),
     more_attention=(AttentionPoint(1536, 36), AttentionPoint(3072, 4)),
-    link_bytes=(16 << 10, 256 << 10, 4 << 20),
+    link_bytes=(16 << 10, 256 << 10, 4 << 20, 64 << 20),
     matmul_rows=(8, 32, 128),
     lane_rows=(8, 128),
 )

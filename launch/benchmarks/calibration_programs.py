@@ -1,7 +1,7 @@
 """Programs that a calibration times beside those of the strategies benchmark: attention, links, products, empty lanes.
 
 Each goes through all layers of the base model, as a step does, and says what it does in the words of the cost model.
-What the frame of such a program costs by itself has a name of its own, FRAME, so that it is not taken for a call's.
+What the loop over layers costs by itself has a name of its own, FRAME, so that it is not taken for a call's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from launch.benchmarks.strategy_programs import (
     random_numbers,
 )
 from memory_pool import link
-from memory_pool.near import near_data
 from strategies import apply
 from strategies.cost import ModelShape, attention_quantities, decoding
 from strategies.cost.quantities import WIDE_BYTES
@@ -38,7 +37,7 @@ from strategies.setting import AttentionSetting, LoraSetting
 from strategies.strategy_table import ATTENTION, LORA
 
 FRAME = "frame"
-"""Function that no calibration has: the loop over layers, and passes over operands that only keep it honest."""
+"""Function that no calibration has: the loop over layers."""
 
 
 class Sample(NamedTuple):
@@ -48,7 +47,7 @@ class Sample(NamedTuple):
         kind: what it measures, for the report.
         label: its size in words.
         program: to time.
-        quantities: by flat name of the coefficient.
+        quantities: by flat name of the coefficient; empty for what is not in the fit.
     """
 
     kind: str
@@ -99,18 +98,20 @@ def attention_samples(bench: Bench, point: AttentionPoint, *, strategies: bool) 
 
 
 def link_samples(bench: Bench, num_bytes: int) -> list[Sample]:
-    """A crossing to the pool, and there and back, for each layer; beside the same program without them."""
-    numbers = num_bytes // bench.model.layout.dtype.itemsize
-    value = link.store_on_device(random_numbers((numbers,), bench.model), bench.cold.mesh)
-    frame = {f"{FRAME}.call_s": float(bench.layers), f"{FRAME}.operand_byte_s": float(bench.layers * num_bytes)}
-    each, moved = float(bench.layers), float(bench.layers * num_bytes)
-    there = {"to_pool.call_s": each, "to_pool.byte_s": moved, "to_device.call_s": each}
-    label = f"{num_bytes // 1024} KiB"
-    return [
-        Sample("link frame", label, _crossing(bench, value, "frame"), frame),
-        Sample("link to_pool", label, _crossing(bench, value, "there"), frame | there),
-        Sample("link both ways", label, _crossing(bench, value, "back"), frame | there | {"to_device.byte_s": moved}),
-    ]
+    """A crossing each way on its own. They are not in the fit: within a step a crossing that reads and writes the same
+    memory may be no copy at all, and what strategies pay for it comes out of their own times."""
+    model, mesh = bench.model, bench.cold.mesh
+    numbers = random_numbers((num_bytes // model.layout.dtype.itemsize,), model)
+    ways = {
+        "to_pool": (link.store_on_device(numbers, mesh), link.to_pool, link.pool_sharding(mesh)),
+        "to_device": (link.store_in_pool(numbers, mesh), link.to_device, link.device_sharding(mesh)),
+    }
+    samples = []
+    for way, (value, cross, place) in ways.items():
+        call = jax.jit(cross, out_shardings=place).lower(value).compile()
+        program = Program(way, call, lambda value=value: (value,), num_bytes)
+        samples.append(Sample(f"link {way}", f"{num_bytes // 1024} KiB", program, {}))
+    return samples
 
 
 def matmul_sample(bench: Bench, *, rows: int, inputs: int, outputs: int) -> Sample:
@@ -167,22 +168,6 @@ def lanes_sample(bench: Bench, rows: int) -> Sample:
     quantities = {f"{FRAME}.call_s": float(bench.layers), "lanes.call_s": calls, "lanes.operand_byte_s": wide}
     call = compile_step(step, cold, arguments, in_pool=(3,))
     return Sample("empty lanes", f"{rows} rows", Program("lanes", call, lambda: arguments, 0), quantities)
-
-
-def _crossing(bench: Bench, value: jax.Array, way: str) -> Program:
-    def near(x: jax.Array) -> jax.Array:
-        return x if way == "back" else lax.slice_in_dim(x, 0, 1)
-
-    def step(x: jax.Array) -> jax.Array:
-        def body(total: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
-            own = lax.optimization_barrier(x + (total[0] + layer).astype(x.dtype))
-            if way != "frame":
-                own = lax.optimization_barrier(link.to_device(near_data(near)(link.to_pool(own))))
-            return total + own[:1].astype(jnp.float32) * 0, None
-
-        return over_layers(body, 1, bench.model.layout)
-
-    return Program(way, compile_step(step, bench.cold, (value,), in_pool=()), lambda: (value,), 0)
 
 
 class _AttentionArrays(NamedTuple):

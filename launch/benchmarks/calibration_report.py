@@ -18,7 +18,7 @@ _PER = {"byte_s": "byte", "again_byte_s": "byte again", "flop_s": "FLOP", "opera
 
 def report_text(found: Calibrated) -> str:
     """The machine, the coefficients, and how well they explain the measurements."""
-    return "\n".join([*_machine(found), "", *_coefficients(found), "", *_fit(found.timed)])
+    return "\n".join([*_machine(found), "", *_coefficients(found), "", *_fit(found.fitted)])
 
 
 def by_kind(timed: Sequence[Timed]) -> dict[str, list[Timed]]:
@@ -42,8 +42,8 @@ def _machine(found: Calibrated) -> list[str]:
     for t in found.timed:
         if t.kind == "matmul":
             lines.append(_line("product", f"{t.label}: {flops_per_s(t) / 1e9:.0f} GFLOP/s"))
-    for way, rates in link_rates(found.timed).items():
-        words = ", ".join(f"{size // 1024} KiB {rate / 1e9:.1f}" for size, rate in rates.items())
+    for way in ("to_pool", "to_device"):
+        words = ", ".join(f"{size // 1024} KiB {rate / 1e9:.1f}" for size, rate in link_rates(found.timed, way).items())
         lines.append(_line(f"link {way}", f"{words} GB/s"))
     return lines
 
@@ -92,14 +92,14 @@ def save_plot(found: Calibrated, path: pathlib.Path) -> None:
     figure = Figure(figsize=(11, 5), layout="constrained")
     FigureCanvasAgg(figure)
     times, errors = figure.subplots(1, 2, width_ratios=(1, 1))
-    kinds = by_kind(found.timed)
+    kinds = by_kind(found.fitted)
     for index, (kind, samples) in enumerate(kinds.items()):
         measured = np.array([t.seconds for t in samples]) * 1e3
         marker, color = "osD^vPX*"[index % 8], f"C{index % 10}"
         times.plot(measured, [1e3 * t.fitted_s for t in samples], marker, color=color, label=kind, ms=5, alpha=0.8)
         percent = [100 * t.error for t in samples]
         errors.plot(percent, np.full(len(samples), index), marker, color=color, ms=5, alpha=0.8)
-    ends = [0.8e3 * min(t.seconds for t in found.timed), 1.25e3 * max(t.seconds for t in found.timed)]
+    ends = [0.8e3 * min(t.seconds for t in found.fitted), 1.25e3 * max(t.seconds for t in found.fitted)]
     times.plot(ends, ends, color="black", lw=0.8)
     times.fill_between(ends, np.multiply(ends, 0.85), np.multiply(ends, 1.15), color="black", alpha=0.1, lw=0)
     times.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="fitted, ms", title=found.hardware.name)
