@@ -6,6 +6,7 @@ exactly and all at once, so an improvement is: price, sort by gain, take the bes
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -17,34 +18,25 @@ _ROUNDING_BYTES = 1e-5
 
 
 class Moves(NamedTuple):
-    """Rows and their next columns, in order; and P, which changes after the first `kv_at` of them.
-
-    Attributes:
-        rows: [M].
-        columns: [M].
-        fraction: P after the change.
-        kv_at: moves before it.
-    """
+    """Rows and their next columns, in order: [M] each."""
 
     rows: np.ndarray
     columns: np.ndarray
-    fraction: float
-    kv_at: int
 
 
 class Decision:
-    """Columns of all adapters, P, and the sums that follow from them."""
+    """Columns of all live adapters, P, and the sums that follow from them."""
 
     def __init__(self, folded: Folded, columns: np.ndarray, *, attention: int, fraction: float) -> None:
         self.folded = folded
-        problem = folded.problem
+        rows = folded.rows
         self.columns = columns.copy()
         self.attention = attention
         self.fraction = fraction
-        self.loads = folded.base + folded.places(folded.sums(columns))
-        self.own = float(folded.own[folded.rows, columns].sum())
-        self.bytes = float(problem.device_bytes[folded.rows, columns].sum())
-        self.count = np.bincount(columns[problem.active], minlength=folded.num_columns)
+        self.loads = folded.base + folded.work[rows, columns].sum(axis=0)
+        self.own = float(folded.own[rows, columns].sum())
+        self.bytes = float(folded.bytes[rows, columns].sum())
+        self.count = np.bincount(columns[folded.active], minlength=folded.num_columns)
 
     def copy(self) -> Decision:
         other = object.__new__(Decision)
@@ -57,14 +49,14 @@ class Decision:
         self.__dict__.update(other.__dict__)
 
     def all_loads(self) -> np.ndarray:
-        """[F, Q], with fixed charges and KV."""
-        folded = self.folded
-        loads = self.loads + self.folded.fixed[self.count > 0].sum(axis=0)
-        loads[folded.problem.kv.phase] += self.kv_loads(self.fraction)
+        """[K], with fixed charges and KV."""
+        loads = self.loads + self.kv_loads(self.fraction)
+        if self.folded.has_fixed:
+            loads += (self.count > 0) @ self.folded.fixed
         return loads
 
     def kv_loads(self, fraction: float) -> np.ndarray:
-        """[Q], of attention in its phase when P is `fraction`."""
+        """[K], of attention when P is `fraction`."""
         return fraction * self.folded.kv_device + (1 - fraction) * self.folded.kv_pool[self.attention]
 
     def kv_own(self, fraction):
@@ -73,107 +65,89 @@ class Decision:
         merge = np.where(fraction < 1, kv.pool_serial_s[self.attention], 0.0)
         return merge + kv.move_s * np.maximum(0.0, fraction - kv.current_fraction)
 
-    def overshoot(self, adapter_bytes, fraction):
-        """Bytes beyond the limits; for any shape of both."""
-        problem, kv = self.folded.problem, self.folded.problem.kv
-        kv_bytes = fraction * kv.device_bytes
-        over = adapter_bytes + kv_bytes - problem.budget_bytes
-        if kv.adapter_budget_bytes is not None:
-            over = np.maximum(over, adapter_bytes - kv.adapter_budget_bytes)
-        return np.maximum(over - _ROUNDING_BYTES - 1e-10 * problem.budget_bytes, 0.0)
+    def overshoot(self, adapter_bytes):
+        """Bytes beyond the limits; for any shape."""
+        folded = self.folded
+        over = adapter_bytes + (self.fraction * folded.problem.kv.device_bytes - folded.budget_bytes)
+        if folded.adapter_limit_bytes is not None:
+            over = np.maximum(over, adapter_bytes - folded.adapter_limit_bytes)
+        return np.maximum(over - _ROUNDING_BYTES - 1e-10 * folded.problem.budget_bytes, 0.0)
 
     def value(self) -> float:
         """The objective, as `evaluate` defines it (but for what decides ties)."""
         folded = self.folded
-        total = self.all_loads().max(axis=1).sum() + self.own + folded.serial_s
-        return float(total + folded.fixed_serial[self.count > 0].sum() + self.kv_own(self.fraction))
+        total = folded.longest(self.all_loads()) + self.own + folded.serial_s
+        return float(total + (self.count > 0) @ folded.fixed_serial + self.kv_own(self.fraction))
 
     @property
     def fits(self) -> bool:
-        return bool(self.overshoot(self.bytes, self.fraction) <= 0)
+        return bool(self.overshoot(self.bytes) <= 0)
+
+    def rate(self, sharpness: float) -> float:
+        """A sharpness, which is relative to the step, by second."""
+        return sharpness / max(float(self.folded.longest(self.all_loads())), 1e-30)
 
     def prices(self, sharpness: float) -> np.ndarray:
-        """[F, Q], what a second more of load costs; sums to 1 a phase. Soft where loads are near the largest."""
-        loads = self.all_loads()
-        largest = loads.max(axis=1, keepdims=True)
-        weights = np.exp(sharpness / max(float(largest.sum()), 1e-30) * (loads - largest))
-        return weights / weights.sum(axis=1, keepdims=True)
+        """[K], what a second more of load costs; sums to 1 a phase. Soft where loads are near the largest."""
+        folded, loads = self.folded, self.all_loads()
+        largest = np.maximum.reduceat(loads, folded.starts)
+        weights = np.exp(sharpness / max(float(largest.sum()), 1e-30) * (loads - largest[folded.phase_of]))
+        return weights / np.add.reduceat(weights, folded.starts)[folded.phase_of]
 
-    def ladder(self, moves: Moves, *, sharpness: float | None, byte_price: float) -> tuple[float, int, float]:
-        """The best prefix: its value, how many moves, P. With no moves the value is that of standing still."""
-        folded, problem = self.folded, self.folded.problem
-        total = len(moves.rows)
-        steps = _rungs(total, moves.kv_at)
-        sums, own, used_bytes, counts = self._steps(moves, steps)
-        after = steps >= moves.kv_at
-        fractions = np.where(after, moves.fraction, self.fraction)
-        if moves.fraction != self.fraction:
-            middle = np.linspace(self.fraction, moves.fraction, 9)[1:-1]
-            where = int(np.searchsorted(steps, moves.kv_at))
-            pick = np.concatenate([np.arange(len(steps)), np.full(len(middle), where)])
-            sums, own, used_bytes, counts, steps = (x[pick] for x in (sums, own, used_bytes, counts, steps))
-            fractions = np.concatenate([fractions, middle])
-        used = counts > 0
-        loads = self.loads + folded.places(sums)
+    def ladder(self, moves: Moves, *, sharpness: float | None, byte_price: float) -> tuple[float, int]:
+        """The best prefix: its value, and how many moves. With no moves the value is that of standing still."""
+        folded = self.folded
+        steps = _rungs(len(moves.rows))
+        work, own, used_bytes, counts = self._steps(moves, steps)
+        loads = self.loads + self.kv_loads(self.fraction) + work
         if folded.has_fixed:
-            loads += (used @ folded.fixed.reshape(len(folded.fixed), -1)).reshape(loads.shape)
-        phase, kv_pool = problem.kv.phase, folded.kv_pool[self.attention]
-        loads[:, phase] += kv_pool + fractions[:, None] * (folded.kv_device - kv_pool)
-        longest = loads.max(axis=-1)
-        values = longest.sum(axis=1)
-        if sharpness is not None:
-            rate = sharpness / max(float(longest[0].sum()), 1e-30)
-            values = values + np.log(np.exp(rate * (loads - longest[..., None])).sum(axis=-1)).sum(axis=1) / rate
-        values = values + own + used @ folded.fixed_serial + self.kv_own(fractions)
-        over = self.overshoot(used_bytes, fractions)
-        values = values + (np.where(over > 0, np.inf, 0.0) if byte_price == np.inf else byte_price * over)
+            used = counts > 0
+            loads += used @ folded.fixed
+            own = own + used @ folded.fixed_serial
+        if sharpness is None:
+            values = folded.longest(loads)
+        else:
+            values = folded.soft_longest(loads, sharpness / max(float(folded.longest(loads[0])), 1e-30))
+        over = self.overshoot(used_bytes)
+        values = values + own + (np.where(over > 0, np.inf, 0.0) if byte_price == np.inf else byte_price * over)
         best = int(values.argmin())
-        return float(values[best] + self.own + folded.serial_s), int(steps[best]), float(fractions[best])
+        return float(values[best] + self.own + folded.serial_s + self.kv_own(self.fraction)), int(steps[best])
 
     def _steps(self, moves: Moves, steps: np.ndarray):
-        """Changes after each number of moves in `steps`: sums by home, own seconds; bytes and counts in all."""
-        folded, problem = self.folded, self.folded.problem
+        """Changes after each number of moves in `steps`: loads, own seconds; bytes and counts in all."""
+        folded, s = self.folded, self.folded.num_columns
         rows, columns = moves.rows, moves.columns
         before = self.columns[rows]
-        num_steps, num_homes, s = len(steps), folded.num_homes, folded.num_columns
-        at = np.searchsorted(steps, np.arange(len(rows)), side="right")  # first step that has the move
-        flat = folded.load.reshape(-1, folded.load.shape[-1])
-        change = flat[rows * s + columns] - flat[rows * s + before]
-        sums = np.zeros((num_steps * num_homes, change.shape[-1]))
-        key = at * num_homes + folded.home[rows]
-        order = key.argsort(kind="stable")
-        sorted_key = key[order]
-        starts = np.flatnonzero(np.diff(sorted_key, prepend=-1))
-        if len(rows):
-            sums[sorted_key[starts]] = np.add.reduceat(change[order], starts, axis=0)
-        sums = sums.reshape(num_steps, num_homes, -1).cumsum(axis=0)
-        own = np.bincount(at, folded.own[rows, columns] - folded.own[rows, before], num_steps).cumsum()
-        more = np.bincount(at, problem.device_bytes[rows, columns] - problem.device_bytes[rows, before], num_steps)
-        acting = problem.active[rows]
-        size = num_steps * s
-        counts = np.bincount((at * s + columns)[acting], minlength=size) - np.bincount(
-            (at * s + before)[acting], minlength=size
-        )
-        counts = self.count + counts.reshape(num_steps, s).cumsum(axis=0)
-        shape = (num_steps, num_homes, folded.num_phases, -1)
-        return sums.reshape(shape), own, self.bytes + more.cumsum(), counts
+        change = np.zeros((len(rows) + 1, folded.work.shape[-1] + 2 + s))
+        k = folded.work.shape[-1]
+        np.subtract(folded.work[rows, columns], folded.work[rows, before], out=change[1:, :k])
+        change[1:, k] = folded.own[rows, columns] - folded.own[rows, before]
+        change[1:, k + 1] = folded.bytes[rows, columns] - folded.bytes[rows, before]
+        acting, at = folded.active[rows].astype(float), np.arange(1, len(rows) + 1)
+        change[at, k + 2 + columns] += acting
+        change[at, k + 2 + before] -= acting
+        total = change.cumsum(axis=0)[steps] if len(rows) <= len(steps) * 8 else _sums(change, steps)
+        return total[:, :k], total[:, k], self.bytes + total[:, k + 1], self.count + np.rint(total[:, k + 2 :])
 
-    def apply(self, moves: Moves, number: int, fraction: float) -> None:
-        """Takes the first `number` of the moves, and P."""
+    def apply(self, moves: Moves, number: int) -> None:
+        """Takes the first `number` of the moves."""
         if number:
-            steps = np.array([number])
-            prefix = Moves(moves.rows[:number], moves.columns[:number], fraction, 0)
-            sums, own, used_bytes, counts = self._steps(prefix, steps)
-            self.loads += self.folded.places(sums[0])
+            prefix = Moves(moves.rows[:number], moves.columns[:number])
+            work, own, used_bytes, counts = self._steps(prefix, np.array([number]))
+            self.loads += work[0]
             self.own += float(own[0])
             self.bytes = float(used_bytes[0])
-            self.count = counts[0]
+            self.count = counts[0].astype(int)
             self.columns[prefix.rows] = prefix.columns
-        self.fraction = fraction
 
 
-def _rungs(total: int, kv_at: int) -> np.ndarray:
-    """Prefix lengths to try: all short ones, then ever longer steps, the whole, and where P changes."""
-    few = [0, 1, 2, 3, 4, 6, 8, 12, 16]
-    rungs = {k for k in few if k <= total} | {total * k // 16 for k in range(1, 17)} | {min(kv_at, total)}
-    return np.array(sorted(rungs))
+def _sums(change: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Running sums of `change` [M + 1, X] after each number of moves in `steps`; the first row is 0."""
+    return np.add.reduceat(change, np.concatenate([[0], steps[:-1] + 1]), axis=0).cumsum(axis=0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rungs(total: int) -> np.ndarray:
+    """Prefix lengths to try: all short ones, then ever longer steps, and the whole."""
+    few = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16])
+    return np.unique(np.concatenate([few[few <= total], total * np.arange(1, 17) // 16]))

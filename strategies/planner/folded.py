@@ -1,11 +1,15 @@
-"""A planning problem as the optimizer computes with it: pool devices that are one folded into one, costs added up.
+"""A planning problem as the optimizer computes with it: rows that need a decision, places that can matter, sums.
 
-A place is a group on a pool device, Q of them a phase; groups without pool resources count on pool device 0 alone. Work
-is summed by home first (sums: [..., H, F, R] with H = D + 1, the last for striped adapters) and spread to places
-afterwards, so that a decision of a thousand adapters is a few small arrays.
+A place is a group on a pool device in a phase. Most can never be the longest of their phase, whatever is decided: only
+the K others are kept, so a decision of a thousand adapters is a sum of a thousand rows of K numbers. Rows that are idle
+and expected to stay so take no part: they get the strategy of fewest bytes, and what they have on the device stays
+there as far as the plan of the others leaves room.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,102 +19,216 @@ _TIE = 1e-9
 """Of the base step: what decides between columns that cost the same (stay, then few bytes)."""
 
 
+class _Layout(NamedTuple):
+    """How loads of resources become loads of all P places of one structure of problems.
+
+    Attributes:
+        device: [F * R, P], resources of the device.
+        pool: [F * R, P], resources of pool devices.
+        here: [H, P], how often work at a home (the last: striped) loads the place's pool device.
+        exists: [P] bool; groups without pool resources count on pool device 0 alone.
+        phase: [P].
+    """
+
+    device: np.ndarray
+    pool: np.ndarray
+    here: np.ndarray
+    exists: np.ndarray
+    phase: np.ndarray
+
+    def places(self, sums: np.ndarray) -> np.ndarray:
+        """Sums by home [..., H, F * R] as loads of places [..., P]."""
+        return sums.sum(axis=-2) @ self.device + ((sums @ self.pool) * self.here).sum(axis=-2)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(num_phases: int, num_pool: int, groups: tuple[tuple[str, ...], ...], *, pool_shared: bool) -> _Layout:
+    matrix = np.array([[float(name in group) for group in groups] for name in RESOURCES])
+    on_device = np.arange(len(RESOURCES))[:, None] < DEVICE_RESOURCES
+    spread = np.vstack([np.eye(num_pool), np.ones((1, num_pool))])
+    spread = spread.sum(axis=1, keepdims=True) if pool_shared else spread
+    parts = spread.shape[1]
+
+    def by_phase(of_resource: np.ndarray) -> np.ndarray:
+        return np.kron(np.eye(num_phases), np.tile(of_resource, parts))
+
+    first = np.repeat(np.arange(parts) == 0, len(groups))
+    in_pool = np.tile((matrix * ~on_device).any(axis=0), parts)
+    return _Layout(
+        by_phase(matrix * on_device),
+        by_phase(matrix * ~on_device),
+        np.tile(np.repeat(spread, len(groups), axis=1), num_phases),
+        np.tile(first | in_pool, num_phases),
+        np.repeat(np.arange(num_phases), parts * len(groups)),
+    )
+
+
 class Folded:
     """Arrays derived from a PlanProblem; read-only after construction.
 
-    Attributes:
+    Args:
         problem: where they come from.
-        rows: [N], 0 to N - 1.
-        home: [N], index into H.
-        spread: [H, D'], how often work at a home loads each pool device.
-        own: [N, S] seconds that no other choice changes: serial time and moves; inf where not allowed.
-        load: [N, S, F * R].
-        for_free: [S] bool, columns that everyone may have and that take no device memory.
-        base: [F, Q], -inf at places that do not count.
-        fixed: [S, F, Q] and fixed_serial: [S], while an active adapter uses the column.
-        kv_device: [Q], kv_pool: [A, Q], of the phase of attention.
+        fold_idle: rows that nobody expects take no part; False: all rows are live.
+
+    Attributes:
+        live: [M], rows of the problem that are decided; all others below are by this order.
+        rows: [M], 0 to M - 1.
+        work: [M, S, K] seconds that a choice loads places with.
+        own: [M, S] seconds that no other choice changes: serial time and moves; inf where not allowed.
+        allowed, bytes: [M, S].
+        active, home: [M].
+        for_free: [S] bool, columns that every live row may have and that take no device memory.
+        budget_bytes: for adapters and KV, without the bytes of rows that are not decided.
+        adapter_budget_bytes: the most that adapters can have of it.
+        adapter_limit_bytes: of the limit for adapters alone; None: there is none.
+        rest_bytes: of rows that are not decided.
+        keep: [K] places among all of them; `num_places` is the number of all.
+        starts: [F], where each phase begins among the K; `phase_of` [K] is the same by place.
+        kv_places: those of attention's phase, a slice of the K.
+        base: [K].
+        fixed: [S, K] and fixed_serial: [S], while an active adapter uses the column.
+        kv_device: [K], kv_pool: [A, K]; 0 but in the phase of attention.
         serial_s: of the base.
     """
 
-    def __init__(self, problem: PlanProblem) -> None:
+    def __init__(self, problem: PlanProblem, *, fold_idle: bool = True) -> None:
         self.problem = problem
-        n, s, f, r = problem.load_s.shape
+        dormant, self._rest = _dormant(problem)
+        dormant &= fold_idle
+        self.live = np.flatnonzero(~dormant)
+        self._dormant = np.flatnonzero(dormant)
+        n, (s, f, r) = len(self.live), problem.load_s.shape[1:]
+        self.num_columns, self.rows = s, np.arange(n)
+        everyone = n == len(dormant)
+        pick = slice(None) if everyone else self.live
+        load = problem.load_s[pick].reshape(n, s, f * r)
+        self.allowed, self.bytes = problem.allowed[pick], problem.device_bytes[pick]
+        self.active = problem.active[pick]
         d = problem.num_pool_devices
-        self.num_phases, self.num_columns = f, s
-        self.rows = np.arange(n)
-        self.home = np.where(problem.home == STRIPED, d, problem.home)
-        self._at_home = (self.home == np.arange(d + 1)[:, None]).astype(float)
-        spread = np.vstack([np.eye(d), np.ones((1, d))])
-        self.spread = spread.sum(axis=1, keepdims=True) if problem.pool_shared else spread
-        self.num_homes = d + 1
-        self._matrix = problem.group_matrix
-        self.load = problem.load_s.reshape(n, s, f * r)
+        self.home = np.where(problem.home[pick] == STRIPED, d, problem.home[pick])
+        self.for_free = (self.allowed & (self.bytes <= 0)).all(axis=0)
+        self._budgets()
         self.fixed_serial = problem.fixed_serial_s.sum(axis=1)
         self.serial_s = float(problem.base_serial_s.sum())
-        striped = np.zeros((s, d + 1, f, r))
-        striped[:, d] = problem.fixed_load_s
-        self.fixed = self.places(striped)
+        self.own = self._own(problem.serial_s[pick], problem.move_s[pick], problem.current[pick])
+        self._places(load, _layout(f, d, problem.groups, pool_shared=problem.pool_shared))
         self.has_fixed = bool(self.fixed.any() or self.fixed_serial.any())
-        self.base = self._by_device(problem.base_load_s)
-        in_pool = (np.arange(r) >= DEVICE_RESOURCES) @ self._matrix > 0
-        count = np.zeros((self.spread.shape[1], len(problem.groups)), bool)
-        count[0], count[1:] = True, in_pool
-        self.base[:, ~count.reshape(-1)] = -np.inf
-        kv = problem.kv
-        on_device = np.zeros((1, d, r))
-        on_device[0, :, :DEVICE_RESOURCES] = kv.device_load_s[:DEVICE_RESOURCES]
-        self.kv_device = self._by_device(on_device)[0]
-        self.kv_pool = self._by_device(kv.pool_load_s)
-        tie = _TIE * (float(problem.base_load_s.max(axis=(1, 2)).sum()) + self.serial_s)
-        largest = max(float(problem.device_bytes.max(initial=0.0)), 1.0)
-        own = problem.serial_s @ np.ones(f)
-        own += problem.move_s
-        own += (tie / largest) * problem.device_bytes
-        stays = problem.current >= 0
-        own[self.rows[stays], problem.current[stays]] -= tie
-        self.own = np.where(problem.allowed, own, np.inf)
-        self.for_free = (problem.allowed & (problem.device_bytes <= 0)).all(axis=0)
 
-    def _by_device(self, load: np.ndarray) -> np.ndarray:
-        """Loads [F, D, R], device columns of pool device 0, as places [F, Q]."""
-        full = load.copy()
-        full[..., :DEVICE_RESOURCES] = full[:, :1, :DEVICE_RESOURCES]
-        if self.problem.pool_shared:
-            full[:, 0, DEVICE_RESOURCES:] = full[..., DEVICE_RESOURCES:].sum(axis=1)
-            full = full[:, :1]
-        return (full @ self._matrix).reshape(len(full), -1)
+    def _budgets(self) -> None:
+        problem, kv = self.problem, self.problem.kv
+        rest = self._dormant
+        self.rest_bytes = float(problem.device_bytes[rest, self._rest[rest]].sum())
+        self.budget_bytes = problem.budget_bytes - self.rest_bytes
+        self.adapter_budget_bytes = problem.adapter_budget_bytes - self.rest_bytes
+        own_limit = kv.adapter_budget_bytes
+        self.adapter_limit_bytes = None if own_limit is None else own_limit - self.rest_bytes
 
-    def places(self, sums: np.ndarray) -> np.ndarray:
-        """Sums by home [..., H, F, R] as loads of places [..., F, Q]."""
-        device = sums[..., :DEVICE_RESOURCES].sum(axis=-3) @ self._matrix[:DEVICE_RESOURCES]
-        pool = np.moveaxis(sums[..., DEVICE_RESOURCES:], -3, -2)
-        pool = (self.spread.T @ pool) @ self._matrix[DEVICE_RESOURCES:]
-        total = pool + device[..., None, :]
-        return total.reshape(*total.shape[:-2], -1)
+    def _own(self, serial: np.ndarray, move: np.ndarray, current: np.ndarray) -> np.ndarray:
+        tie = _TIE * (float(self.problem.base_load_s.max(axis=(1, 2)).sum()) + self.serial_s)
+        own = serial.sum(axis=-1) + move
+        own += (tie / max(float(self.bytes.max(initial=0.0)), 1.0)) * self.bytes
+        stays = np.flatnonzero(current >= 0)
+        own[stays, current[stays]] -= tie
+        own[~self.allowed] = np.inf
+        return own
 
-    def places_of(self, loads: np.ndarray, home: np.ndarray) -> np.ndarray:
-        """Loads [M, S, F, R] of things at `home` [M] as loads of places [M, S, F, Q]."""
-        device = loads[..., :DEVICE_RESOURCES] @ self._matrix[:DEVICE_RESOURCES]
-        pool = loads[..., DEVICE_RESOURCES:] @ self._matrix[DEVICE_RESOURCES:]
-        total = device[..., None, :] + self.spread[home][:, None, None, :, None] * pool[..., None, :]
-        return total.reshape(*total.shape[:-2], self.base.shape[1] if len(total) == 0 else -1)
-
-    def sums(self, strategy: np.ndarray, without: np.ndarray | None = None) -> np.ndarray:
-        """[H, F, R] of a decision; rows `without` count nothing."""
-        chosen = self.load[self.rows, strategy]
-        if without is not None:
-            chosen[without] = 0.0
-        summed = self._at_home @ chosen
-        return summed.reshape(len(summed), self.num_phases, len(RESOURCES))
+    def _places(self, load: np.ndarray, layout: _Layout) -> None:
+        """Everything by place, of the places that can be the longest of their phase."""
+        problem, kv = self.problem, self.problem.kv
+        s, num_kv, d = self.num_columns, len(kv.strategies), problem.num_pool_devices
+        f, r = len(problem.phases), len(RESOURCES)
+        at_home = (self.home == np.arange(d + 1)[:, None]).astype(float)
+        sums = np.zeros((s + num_kv + 4, d + 1, f, r))
+        sums[:s, d] = problem.fixed_load_s
+        by_device = np.swapaxes(problem.base_load_s, 0, 1)
+        sums[s, :d, :, DEVICE_RESOURCES:] = by_device[..., DEVICE_RESOURCES:]
+        sums[s, 0, :, :DEVICE_RESOURCES] = by_device[0, :, :DEVICE_RESOURCES]
+        sums[s + 1, d, kv.phase, :DEVICE_RESOURCES] = kv.device_load_s[:DEVICE_RESOURCES]
+        sums[s + 2 : -2, :d, kv.phase, DEVICE_RESOURCES:] = kv.pool_load_s[..., DEVICE_RESOURCES:]
+        sums[s + 2 : -2, 0, kv.phase, :DEVICE_RESOURCES] = kv.pool_load_s[:, 0, :DEVICE_RESOURCES]
+        most, least = load, load
+        if not self.allowed.all():
+            most, least = load * self.allowed[..., None], np.where(self.allowed[..., None], load, np.inf)
+        sums[-2] = (at_home @ most.max(axis=1)).reshape(d + 1, f, r)
+        sums[-1] = (at_home @ least.min(axis=1, initial=np.inf if len(load) else 0.0)).reshape(d + 1, f, r)
+        loads = layout.places(sums.reshape(len(sums), d + 1, f * r))
+        self.num_places = loads.shape[1]
+        self.keep = _that_matter(loads, layout, s)
+        loads = loads[:, self.keep]
+        self.fixed, self.base, self.kv_device, self.kv_pool = loads[:s], loads[s], loads[s + 1], loads[s + 2 : -2]
+        self.phase_of = layout.phase[self.keep]
+        self.starts = np.searchsorted(self.phase_of, np.arange(f))
+        ends = np.append(self.starts, len(self.keep))
+        self.kv_places = slice(int(ends[kv.phase]), int(ends[kv.phase + 1]))
+        flat = load.reshape(-1, f * r)
+        shape = (*load.shape[:2], len(self.keep))
+        self.work = (flat @ layout.pool[:, self.keep]).reshape(shape)
+        self.work *= layout.here[self.home[:, None], self.keep][:, None, :]
+        self.work += (flat @ layout.device[:, self.keep]).reshape(shape)
 
     def costs(self, prices: np.ndarray) -> np.ndarray:
-        """[N, S] seconds of every choice when a second of load on a place costs `prices` [F, Q]; inf: not allowed."""
-        by_group = prices.reshape(self.num_phases, self.spread.shape[1], -1)
-        by_resource = by_group @ self._matrix.T
-        at = np.empty((len(self.spread), self.num_phases, len(RESOURCES)))
-        at[..., :DEVICE_RESOURCES] = by_resource[..., :DEVICE_RESOURCES].sum(axis=1)
-        pool = np.swapaxes(by_resource[..., DEVICE_RESOURCES:], 0, 1).reshape(self.spread.shape[1], -1)
-        at[..., DEVICE_RESOURCES:] = (self.spread @ pool).reshape(len(at), self.num_phases, -1)
-        costs = np.einsum("nsk,nk->ns", self.load, at.reshape(len(at), -1)[self.home])
-        costs += self.own
-        return costs
+        """[M, S] seconds of every choice when a second of load on a place costs `prices` [K]; inf: not allowed."""
+        return self.work @ prices + self.own
+
+    def longest(self, loads: np.ndarray) -> np.ndarray:
+        """Loads [..., K] as the sum over phases of the longest place, [...]."""
+        return np.maximum.reduceat(loads, self.starts, axis=-1).sum(axis=-1)
+
+    def soft_longest(self, loads: np.ndarray, rate: float) -> np.ndarray:
+        """The same where places near the longest count, within 1 / `rate` seconds of it."""
+        longest = np.maximum.reduceat(loads, self.starts, axis=-1)
+        above = np.exp(rate * (loads - longest[..., self.phase_of]))
+        return longest.sum(axis=-1) + np.log(np.add.reduceat(above, self.starts, axis=-1)).sum(axis=-1) / rate
+
+    def all_columns(self, columns: np.ndarray, kv_bytes: float) -> np.ndarray:
+        """[N] columns of all rows of the problem; idle ones stay where they are as far as there is room.
+
+        Args:
+            columns: [M] of live rows.
+            kv_bytes: of KV on the device.
+        """
+        out = self._rest.copy()
+        out[self.live] = columns
+        rest, problem = self._dormant, self.problem
+        current = problem.current[rest]
+        stays = (current >= 0) & problem.allowed[rest, current]
+        rest, current = rest[stays], current[stays]
+        if len(rest):
+            used = float(self.bytes[self.rows, columns].sum())
+            room = self.budget_bytes - used - kv_bytes
+            if self.adapter_limit_bytes is not None:
+                room = min(room, self.adapter_limit_bytes - used)
+            more = problem.device_bytes[rest, current] - problem.device_bytes[rest, self._rest[rest]]
+            order = np.argsort(more, kind="stable")
+            fitting = order[: int(np.searchsorted(np.cumsum(more[order]), room, side="right"))]
+            out[rest[fitting]] = current[fitting]
+        return out
+
+
+def _dormant(problem: PlanProblem) -> tuple[np.ndarray, np.ndarray]:
+    """[N] bool, idle rows that nobody expects; [N], the columns of fewest bytes, the cheapest to get to among them."""
+    n = problem.num_adapters
+    bytes_ = np.where(problem.allowed, problem.device_bytes, np.inf)
+    moves = np.where(problem.allowed, problem.move_s, np.inf)
+    rest = np.where(bytes_ <= bytes_.min(axis=1, keepdims=True), moves, np.inf).argmin(axis=1)
+    dormant = ~problem.active & (moves[np.arange(n), rest] <= moves.min(axis=1))
+    idle = np.flatnonzero(dormant)
+    if len(idle):
+        load, serial = problem.load_s.reshape(n, -1), problem.serial_s.reshape(n, -1)
+        expected = (load @ np.ones(load.shape[1]))[idle] + (serial @ np.ones(serial.shape[1]))[idle]
+        dormant[idle[expected > 0]] = False
+    return dormant, rest
+
+
+def _that_matter(loads: np.ndarray, layout: _Layout, num_columns: int) -> np.ndarray:
+    """Places that can be longer than every other of their phase, and the one that is longest at least."""
+    s = num_columns
+    ways = loads[s + 1 : -2]  # all KV on the device, all in the pool by each attention strategy
+    low = np.where(layout.exists, loads[s] + loads[-1] + ways.min(axis=0), -np.inf)
+    high = loads[s] + loads[-2] + ways.max(axis=0) + loads[:s].sum(axis=0)
+    starts = np.searchsorted(layout.phase, np.arange(layout.phase[-1] + 1))
+    highest = np.maximum.reduceat(low, starts)[layout.phase]
+    leading = low == highest
+    first = np.zeros_like(leading)
+    first[np.unique(np.where(leading, layout.phase, -1), return_index=True)[1]] = True
+    return np.flatnonzero(layout.exists & ((high > highest) | (first & leading)))

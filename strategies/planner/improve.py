@@ -5,6 +5,7 @@ All of them change a `Decision` in place, and none makes one that fits dearer or
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -30,16 +31,16 @@ def make_fit(decision: Decision, costs: np.ndarray) -> None:
 
     Args:
         decision: to change.
-        costs: [N, S] seconds, `Folded.costs` at prices near those of the decision.
+        costs: [M, S] seconds, `Folded.costs` at prices near those of the decision.
     """
-    problem, kv = decision.folded.problem, decision.folded.problem.kv
-    for _ in range(decision.folded.num_columns):
-        over = decision.bytes - problem.adapter_budget_bytes
+    folded, kv = decision.folded, decision.folded.problem.kv
+    for _ in range(folded.num_columns):
+        over = decision.bytes - folded.adapter_budget_bytes
         if over <= 0:
             break
         _shed(decision, costs, over)
-    for _ in range(decision.folded.num_columns):
-        over = float(decision.overshoot(decision.bytes, decision.fraction))
+    for _ in range(folded.num_columns):
+        over = float(decision.overshoot(decision.bytes))
         if over <= 0:
             return
         options = []
@@ -55,35 +56,36 @@ def make_fit(decision: Decision, costs: np.ndarray) -> None:
 
 def _shed(decision: Decision, costs: np.ndarray, over: float) -> bool:
     """Moves adapters to columns of fewer bytes until `over` bytes are free; says whether that many could be freed."""
-    folded, problem = decision.folded, decision.folded.problem
+    folded = decision.folded
     now = decision.columns
-    freed = problem.device_bytes[folded.rows, now][:, None] - problem.device_bytes
+    freed = folded.bytes[folded.rows, now][:, None] - folded.bytes
     loss = costs - costs[folded.rows, now][:, None]
-    rate = np.where((freed > 0) & problem.allowed, loss / np.maximum(freed, 1e-300), np.inf)
+    rate = np.where((freed > 0) & folded.allowed, loss / np.maximum(freed, 1e-300), np.inf)
     to = rate.argmin(axis=1)
     order = np.argsort(rate[folded.rows, to])
     order = order[np.isfinite(rate[order, to[order]])]
     total = np.cumsum(freed[order, to[order]])
     number = min(int(np.searchsorted(total, over)) + 1, len(order))
-    decision.apply(Moves(order, to[order], decision.fraction, 0), number, decision.fraction)
+    decision.apply(Moves(order, to[order]), number)
     return bool(number and total[number - 1] >= over)
 
 
 def best_fraction(decision: Decision) -> None:
     """Gives KV the best attention strategy and P for the adapters as they are, exactly."""
-    problem, kv = decision.folded.problem, decision.folded.problem.kv
-    edges = fractions(decision.folded, Node(0, np.ones(0, bool)))
-    most = min(float(edges[-1]), problem.max_fraction(decision.bytes))
+    folded = decision.folded
+    problem, kv = folded.problem, folded.problem.kv
+    edges = fractions(folded, Node(0, np.ones(0, bool)))
+    most = min(float(edges[-1]), problem.max_fraction(decision.bytes + folded.rest_bytes))
     if most < kv.min_fraction:
         return
-    without_kv = decision.all_loads()[kv.phase]
-    without_kv -= decision.kv_loads(decision.fraction)
+    here = folded.kv_places
+    without_kv = (decision.all_loads() - decision.kv_loads(decision.fraction))[here]
     best, best_s = None, np.inf
     trial = decision.copy()
     for attention in range(len(kv.strategies)):
         trial.attention = attention
-        at_zero = without_kv + trial.kv_loads(0.0)
-        slope = trial.kv_loads(1.0) - trial.kv_loads(0.0)
+        at_zero = without_kv + folded.kv_pool[attention, here]
+        slope = folded.kv_device[here] - folded.kv_pool[attention, here]
         tried = [decision.fraction] if kv.min_fraction <= decision.fraction <= most else []
         for low, high, move_s in ((edges[0], min(edges[1], most), 0.0), (edges[1], most, kv.move_s)):
             if high >= low:
@@ -113,7 +115,7 @@ def _bends(at_zero: np.ndarray, slope: np.ndarray, move_s: float, *, between: tu
 
 
 class _Singles(NamedTuple):
-    """Every single move of some rows: [M, S] each, and loads of places [M, S, F, Q]."""
+    """Every single move of some rows: [M, S] each, and loads of places [M, S, K]."""
 
     loads: np.ndarray
     own: np.ndarray
@@ -121,21 +123,28 @@ class _Singles(NamedTuple):
 
 
 def _singles(decision: Decision, rows: np.ndarray) -> _Singles:
-    folded, problem, s = decision.folded, decision.folded.problem, decision.folded.num_columns
+    folded, s = decision.folded, decision.folded.num_columns
     now = decision.columns[rows]
-    change = folded.load[rows] - folded.load[rows, now][:, None]
-    shape = (len(rows), s, *folded.problem.load_s.shape[2:])
-    loads = folded.places_of(change.reshape(shape), folded.home[rows])
+    loads = folded.work[rows] - folded.work[rows, now][:, None]
     own = folded.own[rows] - folded.own[rows, now][:, None]
     if folded.has_fixed:
-        acting, other = problem.active[rows], np.arange(s) != now[:, None]
+        acting, other = folded.active[rows], np.arange(s) != now[:, None]
         opens = acting[:, None] & (decision.count == 0)
         closes = (acting & (decision.count[now] == 1))[:, None] & other
         if opens.any() or closes.any():
-            loads = loads + opens[..., None, None] * folded.fixed - closes[..., None, None] * folded.fixed[now][:, None]
+            loads = loads + opens[..., None] * folded.fixed - closes[..., None] * folded.fixed[now][:, None]
             own = own + opens * folded.fixed_serial - closes * folded.fixed_serial[now][:, None]
-    bytes_ = problem.device_bytes[rows] - problem.device_bytes[rows, now][:, None]
-    return _Singles(loads, own, bytes_)
+    return _Singles(loads, own, folded.bytes[rows] - folded.bytes[rows, now][:, None])
+
+
+def _values(decision: Decision, changes: np.ndarray, rate: float | None) -> np.ndarray:
+    """Seconds of the longest places after changes of loads [..., K]."""
+    loads = decision.all_loads() + changes
+    return decision.folded.longest(loads) if rate is None else decision.folded.soft_longest(loads, rate)
+
+
+def _still(decision: Decision, rate: float | None) -> float:
+    return float(_values(decision, np.zeros(len(decision.loads)), rate))
 
 
 def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
@@ -150,30 +159,21 @@ def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | Non
     """
     for _ in range(rounds):
         singles = _singles(decision, rows)
-        base = decision.all_loads()
-        values = _longest(base + singles.loads, base, sharpness).sum(axis=-1) + singles.own
-        still = float(_longest(base, base, sharpness).sum())
-        fits = decision.overshoot(decision.bytes + singles.bytes, decision.fraction) <= 0
-        values = np.where(fits, values, np.inf)
+        rate = None if sharpness is None else decision.rate(sharpness)
+        values = _values(decision, singles.loads, rate) + singles.own
+        still = _still(decision, rate)
+        values = np.where(decision.overshoot(decision.bytes + singles.bytes) <= 0, values, np.inf)
         to = values.argmin(axis=1)
         gain = still - values[np.arange(len(rows)), to]
         order = np.argsort(-gain)[:_AT_ONCE]
         order = order[gain[order] > _GAIN * abs(still)]
         if not len(order):
             return
-        moves = Moves(rows[order], to[order], decision.fraction, len(order))
-        _, number, _ = decision.ladder(moves, sharpness=sharpness, byte_price=np.inf)
+        moves = Moves(rows[order], to[order])
+        _, number = decision.ladder(moves, sharpness=sharpness, byte_price=np.inf)
         if number == 0:
             return
-        decision.apply(moves, number, decision.fraction)
-
-
-def _longest(loads: np.ndarray, base: np.ndarray, sharpness: float | None) -> np.ndarray:
-    longest = loads.max(axis=-1)
-    if sharpness is None:
-        return longest
-    rate = sharpness / max(float(base.max(axis=-1).sum()), 1e-30)
-    return longest + np.log(np.exp(rate * (loads - longest[..., None])).sum(axis=-1)) / rate
+        decision.apply(moves, number)
 
 
 def exchanges(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
@@ -187,29 +187,40 @@ def exchanges(decision: Decision, rows: np.ndarray, *, sharpness: float | None, 
     """
     s = decision.folded.num_columns
     for _ in range(rounds):
-        singles, base = _singles(decision, rows), decision.all_loads()
-        still = float(_longest(base, base, sharpness).sum())
-        values = _longest(base + singles.loads, base, sharpness).sum(axis=-1) + singles.own - still
+        rate = None if sharpness is None else decision.rate(sharpness)
+        singles, still = _singles(decision, rows), _still(decision, rate)
+        values = _values(decision, singles.loads, rate) + singles.own - still
         values[np.arange(len(rows)), decision.columns[rows]] = np.inf
         number = min(_EXCHANGES, int(np.isfinite(values).sum()))
         if number < 2:
             return
         row, column = np.divmod(np.argpartition(values.reshape(-1), number - 1)[:number], s)
-        a, b = np.triu_indices(number, 1)
-        bytes_ = decision.bytes + singles.bytes[row[a], column[a]] + singles.bytes[row[b], column[b]]
-        good = (row[a] != row[b]) & (decision.overshoot(bytes_, decision.fraction) <= 0)
+        a, b = _pairs(number)
+        bytes_, loads, own = (part[row, column] for part in (singles.bytes, singles.loads, singles.own))
+        good = (row[a] != row[b]) & (decision.overshoot(decision.bytes + bytes_[a] + bytes_[b]) <= 0)
         a, b = a[good], b[good]
         if not len(a):
             return
-        loads, own = singles.loads[row, column], singles.own[row, column]
-        pairs = _longest(base + loads[a] + loads[b], base, sharpness).sum(axis=-1) + own[a] + own[b] - still
+        pairs = _values(decision, loads[a] + loads[b], rate) + own[a] + own[b] - still
         best = int(pairs.argmin())
         two = np.array([a[best], b[best]])
-        moves = Moves(rows[row[two]], column[two], decision.fraction, 2)
-        _, taken, _ = decision.ladder(moves, sharpness=sharpness, byte_price=np.inf)
+        moves = Moves(rows[row[two]], column[two])
+        _, taken = decision.ladder(moves, sharpness=sharpness, byte_price=np.inf)
         if pairs[best] > -_GAIN * abs(still) or taken == 0:
             return
-        decision.apply(moves, taken, decision.fraction)
+        decision.apply(moves, taken)
+
+
+@functools.lru_cache(maxsize=64)
+def _pairs(number: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.triu_indices(number, 1)
+
+
+@functools.lru_cache(maxsize=8)
+def _together(num_columns: int) -> np.ndarray:
+    """[S ** _TOGETHER, _TOGETHER], all columns of as many rows."""
+    axes = [np.arange(num_columns)] * _TOGETHER
+    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, _TOGETHER)
 
 
 def regroup(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
@@ -221,20 +232,18 @@ def regroup(decision: Decision, rows: np.ndarray, *, sharpness: float | None, ro
         sharpness: as of `single_moves`.
         rounds: draws.
     """
-    s = decision.folded.num_columns
-    draw = np.random.default_rng(len(rows))
-    columns = np.stack(np.meshgrid(*[np.arange(s)] * _TOGETHER, indexing="ij"), axis=-1).reshape(-1, _TOGETHER)
+    draw, at = np.random.default_rng(len(rows)), np.arange(_TOGETHER)
+    columns = _together(decision.folded.num_columns)
     for _ in range(rounds):
         few = draw.choice(rows, _TOGETHER, replace=False)
-        singles, base = _singles(decision, few), decision.all_loads()
-        at = np.arange(_TOGETHER)
-        bytes_ = decision.bytes + singles.bytes[at, columns].sum(axis=1)
+        rate = None if sharpness is None else decision.rate(sharpness)
+        singles = _singles(decision, few)
         own = singles.own[at, columns].sum(axis=1)
-        good = np.flatnonzero((decision.overshoot(bytes_, decision.fraction) <= 0) & np.isfinite(own))
-        loads = base + sum(singles.loads[row, columns[good, row]] for row in range(_TOGETHER))
-        values = _longest(loads, base, sharpness).sum(axis=-1) + own[good]
+        bytes_ = decision.bytes + singles.bytes[at, columns].sum(axis=1)
+        good = np.flatnonzero((decision.overshoot(bytes_) <= 0) & np.isfinite(own))
+        values = _values(decision, singles.loads[at, columns[good]].sum(axis=1), rate) + own[good]
         best = int(values.argmin())
-        if values[best] < float(_longest(base, base, sharpness).sum()) * (1 - _GAIN):
-            moves = Moves(few, columns[good[best]], decision.fraction, _TOGETHER)
-            _, taken, _ = decision.ladder(moves, sharpness=sharpness, byte_price=np.inf)
-            decision.apply(moves, taken, decision.fraction)
+        if values[best] < _still(decision, rate) * (1 - _GAIN):
+            moves = Moves(few, columns[good[best]])
+            _, taken = decision.ladder(moves, sharpness=sharpness, byte_price=np.inf)
+            decision.apply(moves, taken)

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from strategies.planner.folded import Folded
 from strategies.planner.optimizer import Duals, optimize
 from strategies.planner.problem import KvChoice, Plan, PlanProblem, evaluate
 
@@ -128,8 +127,7 @@ class JointPlanner:
             self._accounts[row] *= _FADE
         if not moving.any():
             return None
-        folded = Folded(problem)
-        total = folded.costs(duals.prices.places) - problem.move_s + duals.prices.adapter_byte * problem.device_bytes
+        total = duals.costs - problem.move_s
         here = np.arange(costs_s.shape[1]) == problem.current[:, None]
         free = problem.allowed & ((costs_s <= 0) | here)
         barred = problem.allowed & ~free & free.any(axis=1, keepdims=True)  # pinned where it is not: it has to move

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from strategies.planner.decision import Decision
+from strategies.planner.filling import Filling
 from strategies.planner.folded import Folded
 from strategies.planner.improve import best_fraction
 from strategies.planner.load import AdapterLoad
@@ -40,42 +41,24 @@ class Policy(Protocol):
         ...
 
 
-class _Filling:
-    """Columns that are filled adapter by adapter while device memory lasts."""
+def _filling(problem: PlanProblem) -> tuple[Filling, np.ndarray]:
+    """Everyone in the strategy of fewest bytes; and `alone_seconds`."""
+    alone_s = alone_seconds(problem)
+    filling = Filling(problem.allowed, problem.device_bytes, alone_s, problem.adapter_budget_bytes)
+    if filling.free < -1e-9 * max(1.0, problem.budget_bytes):
+        raise PlanError(
+            f"{problem.budget_bytes:.0f} bytes of device memory do not hold the pinned adapters and the KV that is "
+            "being written: unpin adapters, run fewer sequences or raise the budget"
+        )
+    return filling, alone_s
 
-    def __init__(self, problem: PlanProblem) -> None:
-        self.problem = problem
-        bytes_ = np.where(problem.allowed, problem.device_bytes, np.inf)
-        fewest = bytes_ <= bytes_.min(axis=1, keepdims=True)
-        self.alone_s = alone_seconds(problem)
-        self.columns = np.where(fewest, self.alone_s, np.inf).argmin(axis=1)
-        rows = np.arange(problem.num_adapters)
-        self.free = problem.adapter_budget_bytes - float(problem.device_bytes[rows, self.columns].sum())
-        if self.free < -1e-9 * max(1.0, problem.budget_bytes):
-            raise PlanError(
-                f"{problem.budget_bytes:.0f} bytes of device memory do not hold the pinned adapters and the KV that is "
-                "being written: unpin adapters, run fewer sequences or raise the budget"
-            )
 
-    def more_bytes(self, row: int, column: int) -> float:
-        """Device memory that the change takes."""
-        return float(self.problem.device_bytes[row, column] - self.problem.device_bytes[row, self.columns[row]])
-
-    def give(self, row: int, column: int) -> bool:
-        """Gives a row a column if it may have it and it fits; says whether it did."""
-        more = self.more_bytes(row, column)
-        if not self.problem.allowed[row, column] or more > self.free:
-            return False
-        self.free -= more
-        self.columns[row] = column
-        return True
-
-    def plan(self) -> Plan:
-        """With the best KV beside these adapters."""
-        problem = self.problem
-        decision = Decision(Folded(problem), self.columns, attention=0, fraction=problem.kv.min_fraction)
-        best_fraction(decision)
-        return evaluate(problem, self.columns, problem.kv.strategies[decision.attention], decision.fraction)
+def _with_kv(problem: PlanProblem, columns: np.ndarray) -> Plan:
+    """Adapters as they are, and the best KV beside them."""
+    folded = Folded(problem, fold_idle=False)
+    decision = Decision(folded, columns, attention=0, fraction=problem.kv.min_fraction)
+    best_fraction(decision)
+    return evaluate(problem, columns, problem.kv.strategies[decision.attention], decision.fraction)
 
 
 def alone_seconds(problem: PlanProblem) -> np.ndarray:
@@ -108,11 +91,13 @@ class FixedPolicy:
         if self._strategy not in problem.strategies:
             raise PlanError(f"strategy {self._strategy!r} is unknown: choose from {', '.join(problem.strategies)}")
         column = problem.strategies.index(self._strategy)
-        filling = _Filling(problem)
-        for row in np.lexsort((problem.current != column, ~problem.active)):
-            if not filling.give(int(row), column) and problem.active[row] and "fetch" in problem.strategies:
-                filling.give(int(row), problem.strategies.index("fetch"))
-        return filling.plan()
+        filling, _ = _filling(problem)
+        order = np.lexsort((problem.current != column, ~problem.active))
+        rest = order[~filling.give(order, np.full(len(order), column))]
+        if "fetch" in problem.strategies:
+            rest = rest[problem.active[rest]]
+            filling.give(rest, np.full(len(rest), problem.strategies.index("fetch")))
+        return _with_kv(problem, filling.columns)
 
 
 class LruPolicy:
@@ -135,21 +120,25 @@ class LruPolicy:
         """
         resident, fetch = (problem.strategies.index(name) for name in ("resident", "fetch"))
         last = self._load.last_step(problem.num_adapters)
-        filling = _Filling(problem)
-        for row in np.lexsort((-last, ~problem.active)):
-            used = problem.active[row] or last[row] > 0 or problem.current[row] == resident
-            if not (used and filling.give(int(row), resident)):
-                filling.give(int(row), fetch)
-        return filling.plan()
+        filling, _ = _filling(problem)
+        order = np.lexsort((-last, ~problem.active))
+        used = order[(problem.active | (last > 0) | (problem.current == resident))[order]]
+        filling.give(used, np.full(len(used), resident))
+        rest = order[filling.columns[order] != resident]
+        filling.give(rest, np.full(len(rest), fetch))
+        return _with_kv(problem, filling.columns)
 
 
 class PaperManager:
     """The memory manager of the paper, by temperature (arXiv 2608.05483).
 
     An adapter warms by 1 with each request; after every step all go a tenth of the way to the mean. The hottest are
-    resident beforehand. For each adapter that serves, strategies are tried in order of their cost; the first that fits
-    is taken, if need be over cold adapters, coldest first. If none fits better than the smallest, the cheapest of
-    strategy and victim is: hot adapters that do not serve, then others that serve, largest first.
+    resident beforehand; others that are idle keep what they have while it fits. Then each adapter that serves, hottest
+    first, takes the strategy of least cost if that fits, or fits once cold adapters are evicted, coldest first. Where
+    it does not, the cheapest of all pairs of a strategy and whom to evict for it is taken: nobody, cold adapters, hot
+    ones, others that serve, of each the largest first. A pair costs the strategy's seconds and those that evicted
+    adapters lose which serve; of equal ones the first in this order wins. KV needs no eviction of its own: beyond what
+    is being written it has only what adapters leave.
 
     Args:
         num_hot: adapters that are resident beforehand.
@@ -174,46 +163,79 @@ class PaperManager:
         self._before = frozenset(tokens)
 
     def choose(self, problem: PlanProblem) -> Plan:
-        """Follows the rules above, for the hottest serving adapter first.
+        """Follows the rules above.
 
         Raises:
             PlanError: nothing fits.
         """
-        n = problem.num_adapters
-        warm = np.zeros(n)
-        warm[: len(self._temperature)] = self._temperature[:n]
-        filling = _Filling(problem)
+        warm = np.zeros(problem.num_adapters)
+        warm[: len(self._temperature)] = self._temperature[: len(warm)]
+        filling, alone_s = _filling(problem)
         resident = problem.strategies.index("resident")
         by_heat = np.argsort(-warm, kind="stable")
-        hot = {int(row) for row in by_heat[: self._num_hot] if warm[row] > 0 or problem.current[row] == resident}
-        smallest = filling.columns.copy()
-        for row in by_heat:
-            cached = int(problem.current[row])
-            if int(row) in hot:
-                filling.give(int(row), resident)
-            elif not problem.active[row] and cached != NOWHERE:
-                filling.give(int(row), cached)
-        idle = [int(row) for row in by_heat[::-1] if not problem.active[row]]
-        cold = [row for row in idle if row not in hot]
-        rest = sorted((row for row in idle if row in hot), key=lambda row: -problem.device_bytes[row, resident])
-        for row in by_heat[problem.active[by_heat]]:
-            _serve(filling, int(row), smallest, victims=cold + rest)
-        return filling.plan()
+        hot = np.zeros(len(warm), bool)
+        hottest = by_heat[: self._num_hot]
+        hot[hottest] = (warm[hottest] > 0) | (problem.current[hottest] == resident)
+        kept = by_heat[hot[by_heat] | (~problem.active & (problem.current != NOWHERE))[by_heat]]
+        filling.give(kept, np.where(hot[kept], resident, problem.current[kept]))
+        serving = by_heat[problem.active[by_heat]]
+        cold = by_heat[::-1][~(hot | problem.active)[by_heat[::-1]]]
+        eviction = _Eviction(filling, alone_s, cold, np.flatnonzero(hot & ~problem.active))
+        for at, row in enumerate(serving):
+            eviction.serve(int(row), serving[:at])
+        return _with_kv(problem, filling.columns)
 
 
-def _serve(filling: _Filling, row: int, smallest: np.ndarray, *, victims: list[int]) -> None:
-    """The cheapest strategy for an adapter that fits after enough victims have gone back to their smallest."""
-    problem = filling.problem
-    for column in np.argsort(filling.alone_s[row]):
-        if not problem.allowed[row, column]:
+class _Eviction:
+    """Serves adapters, over others where need be.
+
+    Args:
+        filling: to change.
+        alone_s: [N, S] seconds of each strategy.
+        cold: rows that do not serve, coldest first.
+        hot: rows that are cached though they do not serve.
+    """
+
+    def __init__(self, filling: Filling, alone_s: np.ndarray, cold: np.ndarray, hot: np.ndarray) -> None:
+        self.filling, self.alone_s, self.cold, self.hot = filling, alone_s, cold, hot
+
+    def serve(self, row: int, others: np.ndarray) -> None:
+        """Gives a row a strategy.
+
+        Args:
+            row: of the adapter.
+            others: rows that serve already.
+        """
+        filling, seconds = self.filling, self.alone_s[row]
+        best = int(seconds.argmin())
+        if filling.give_one(row, best):
             return
-        removable = [victim for victim in victims if filling.columns[victim] != smallest[victim]]
-        freed = np.array([-filling.more_bytes(victim, int(smallest[victim])) for victim in removable])
-        if filling.more_bytes(row, int(column)) > filling.free + freed.sum():
-            continue
-        for victim in removable:
-            if filling.give(row, int(column)):
-                return
-            filling.give(victim, int(smallest[victim]))
-        if filling.give(row, int(column)):
-            return
+        self.cold = self.cold[filling.columns[self.cold] != filling.smallest[self.cold]]
+        self.hot = self.hot[filling.columns[self.hot] != filling.smallest[self.hot]]
+        victims = self._needed(row, best, self.cold)
+        if victims is None:
+            options = []
+            for column in np.flatnonzero(np.isfinite(seconds)):
+                for group in (self.cold[:0], *map(self._largest_first, (self.cold, self.hot, others))):
+                    evicted = self._needed(row, int(column), group)
+                    if evicted is not None:
+                        options.append((float(seconds[column]) + self._lost(evicted, others), int(column), evicted))
+            _, best, victims = min(options, key=lambda option: option[0])
+        filling.evict(victims)
+        filling.give_one(row, best)
+
+    def _largest_first(self, group: np.ndarray) -> np.ndarray:
+        return group[np.argsort(-self.filling.freed_bytes(group), kind="stable")]
+
+    def _needed(self, row: int, column: int, group: np.ndarray) -> np.ndarray | None:
+        """The first of a group whose eviction makes room; None if all of it does not."""
+        more = float(self.filling.more_bytes(row, column))
+        freed = self.filling.free + np.concatenate([[0.0], np.cumsum(self.filling.freed_bytes(group))])
+        enough = freed >= more
+        return group[: int(enough.argmax())] if enough.any() else None
+
+    def _lost(self, evicted: np.ndarray, serving: np.ndarray) -> float:
+        """Seconds that evicted adapters which serve take longer."""
+        rows = evicted[np.isin(evicted, serving)]
+        lost = self.alone_s[rows, self.filling.smallest[rows]] - self.alone_s[rows, self.filling.columns[rows]]
+        return float(lost.sum())

@@ -6,8 +6,8 @@ Every row shares one unit among its options, and options load a few common place
     so that    G x - E t + slack = limit,   sum over options of x = 1 in every row,   x, slack >= 0
 
 E has the place's phase; rows without one (memory) have no t. A Newton step needs a matrix of places alone, because
-rows are eliminated one by one: time grows linearly with rows. Rows come in blocks that touch the same places. All
-figures should be of the order of the whole objective, scaled to 1.
+rows are eliminated one by one: time grows linearly with rows. All figures should be of the order of the whole
+objective, scaled to 1.
 
 Source: Mehrotra's predictor and corrector (SIAM J. Optimization 2, 1992).
 """
@@ -23,22 +23,6 @@ _STEP = 0.99
 
 _FEASIBLE = 1e-3
 """Largest violation of a place's limit that counts as none."""
-
-
-class Block(NamedTuple):
-    """Consecutive rows that touch the same places.
-
-    Attributes:
-        work: [M * S, K], what every option of its M rows adds to each of them; 0 where not allowed.
-        at: [K] their indices.
-        start: of its rows, times S.
-        stop: of its rows, times S.
-    """
-
-    work: np.ndarray
-    at: np.ndarray
-    start: int
-    stop: int
 
 
 class Relaxed(NamedTuple):
@@ -71,7 +55,7 @@ class Relaxation:
     """A problem of this shape.
 
     Args:
-        blocks: of rows.
+        work: [N, S, places], what every option adds to each; 0 where not allowed.
         cost: [N, S].
         allowed: [N, S] bool, at least one a row.
         phase_of: [places], or -1 for a row without t.
@@ -79,15 +63,10 @@ class Relaxation:
     """
 
     def __init__(
-        self,
-        blocks: list[Block],
-        *,
-        cost: np.ndarray,
-        allowed: np.ndarray,
-        phase_of: np.ndarray,
-        limit: np.ndarray,
+        self, work: np.ndarray, *, cost: np.ndarray, allowed: np.ndarray, phase_of: np.ndarray, limit: np.ndarray
     ) -> None:
-        self.blocks = blocks
+        self.rows_work = work
+        self.flat_work = work.reshape(-1, work.shape[-1])
         self.mask = allowed.astype(float)
         self.closed = 1.0 - self.mask
         self.barred = np.where(allowed, 0.0, np.inf)
@@ -97,17 +76,11 @@ class Relaxation:
 
     def work(self, shares: np.ndarray) -> np.ndarray:
         """G x."""
-        flat, total = shares.reshape(-1), np.zeros(len(self.limit))
-        for block in self.blocks:
-            total[block.at] += flat[block.start : block.stop] @ block.work
-        return total
+        return shares.reshape(-1) @ self.flat_work
 
     def priced(self, prices: np.ndarray) -> np.ndarray:
         """G' prices, [N, S]."""
-        out = np.empty(self.cost.size)
-        for block in self.blocks:
-            out[block.start : block.stop] = block.work @ prices[block.at]
-        return out.reshape(self.cost.shape)
+        return (self.flat_work @ prices).reshape(self.cost.shape)
 
     def solve(self, *, gap: float, max_steps: int = 25) -> Relaxed:
         """Shares and prices whose values differ by `gap` of the value or less, if `max_steps` are enough."""
@@ -199,18 +172,10 @@ class _Newton:
 
     def _normal(self) -> np.ndarray:
         """G (W - W 1 1' W / total) G' for the weights W of the options."""
-        places, options = len(self.problem.limit), self.weight.shape[1]
-        out, flat = np.zeros((places, places)), self.weight.reshape(-1, 1)
-        root = np.sqrt(self.total)
-        for block in self.problem.blocks:
-            weighted = block.work * flat[block.start : block.stop]
-            by_row = weighted.reshape(-1, options, len(block.at)) if weighted.size else np.zeros((0, options, 0))
-            mean = by_row[:, 0].copy()
-            for option in range(1, options):
-                mean += by_row[:, option]
-            mean /= root[block.start // options : block.stop // options][: len(mean)]
-            out[np.ix_(block.at, block.at)] += block.work.T @ weighted - mean.T @ mean
-        return out
+        weighted = self.problem.rows_work * self.weight[..., None]
+        mean = weighted.sum(axis=1)
+        mean /= np.sqrt(self.total)
+        return self.problem.flat_work.T @ weighted.reshape(self.problem.flat_work.shape) - mean.T @ mean
 
     def direction(self, gaps: np.ndarray, slack_gaps: np.ndarray) -> _Point:
         """The move after which products of primal and dual variables have changed by `gaps`, to first order."""

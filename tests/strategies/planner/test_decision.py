@@ -1,5 +1,7 @@
 """A decision's running sums are those of `evaluate`, and the ladder's values those of the prefixes it stands for."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ def _objective(decision):
 @pytest.mark.parametrize(("groups", "shared"), [(APART, False), (HALF_DUPLEX, False), (TOGETHER, True)])
 def test_decision_value_equals_evaluate(groups, shared):
     for seed in range(5):
-        folded = Folded(random_problem(seed, groups=groups, pool_shared=shared))
+        folded = Folded(random_problem(seed, groups=groups, pool_shared=shared), fold_idle=False)
         columns = np.random.default_rng(seed).integers(0, 4, 12)
         for attention, fraction in ((0, 0.5), (1, 1.0)):
             decision = Decision(folded, columns, attention=attention, fraction=fraction)
@@ -32,43 +34,72 @@ def test_ladder_best_prefix_has_the_value_it_says():
         rng = np.random.default_rng(seed)
         folded = Folded(random_problem(seed, n=40))
         decision = Decision(folded, rng.integers(0, 4, 40), attention=1, fraction=0.25)
-        moves = Moves(rng.permutation(40), rng.integers(0, 4, 40), 0.75, 11)
+        moves = Moves(rng.permutation(40), rng.integers(0, 4, 40))
         before = decision.value()
-        value, number, fraction = decision.ladder(moves, sharpness=None, byte_price=0.0)
+        value, number = decision.ladder(moves, sharpness=None, byte_price=0.0)
         assert value <= before * (1 + 1e-12)
-        decision.apply(moves, number, fraction)
+        decision.apply(moves, number)
         assert decision.value() == pytest.approx(value, rel=1e-9)
         assert decision.value() == pytest.approx(_objective(decision), rel=1e-6)
 
 
 def test_costs_are_what_a_move_changes_at_given_prices():
-    problem = random_problem(3)
-    folded = Folded(problem)
-    prices = np.random.default_rng(0).random(folded.base.shape) * np.isfinite(folded.base)
+    folded = Folded(random_problem(3))
+    prices = np.random.default_rng(0).random(len(folded.base))
     costs = folded.costs(prices)
-    columns = np.zeros(12, int)
+    columns = np.zeros(len(folded.rows), int)
     moved = columns.copy()
     moved[5] = 2
-    change = (prices * (folded.places(folded.sums(moved)) - folded.places(folded.sums(columns)))).sum()
-    change += folded.own[5, 2] - folded.own[5, 0]
+    before, after = (Decision(folded, chosen, attention=0, fraction=0.5) for chosen in (columns, moved))
+    change = prices @ (after.loads - before.loads) + after.own - before.own
     assert costs[5, 2] - costs[5, 0] == pytest.approx(change)
+
+
+def test_places_left_out_are_never_the_longest():
+    for seed in range(20):
+        problem = random_instance(seed, n=30)
+        folded, rng = Folded(problem, fold_idle=False), np.random.default_rng(seed)
+        assert len(folded.keep) <= folded.num_places
+        for attention in (0, 1):
+            columns = np.array([rng.choice(np.flatnonzero(row)) for row in problem.allowed])
+            decision = Decision(folded, columns, attention=attention, fraction=float(rng.random()))
+            assert decision.value() == pytest.approx(_objective(decision), rel=1e-6)
+
+
+def test_idle_rows_that_nobody_expects_keep_what_fits():
+    problem = random_problem(2)
+    load, serial = problem.load_s.copy(), problem.serial_s.copy()
+    load[4:], serial[4:] = 0.0, 0.0
+    problem = dataclasses.replace(
+        problem,
+        load_s=load,
+        serial_s=serial,
+        active=np.arange(12) < 4,
+        current=np.repeat([1, 0], [5, 7]),
+        move_s=np.zeros((12, 4)),
+    )
+    folded = Folded(problem)
+    assert folded.live.tolist() == [0, 1, 2, 3]
+    columns = folded.all_columns(np.array([0, 0, 1, 1]), 50.0)
+    assert columns[:5].tolist() == [0, 0, 1, 1, 1]
+    assert np.bincount(columns[5:], minlength=2).tolist() == [3, 4], "30 of 100 bytes are left for those of 10"
 
 
 def test_make_fit_ends_within_all_limits():
     for seed in range(40):
         problem = random_instance(seed, n=60)
         folded = Folded(problem)
-        largest = np.where(problem.allowed, problem.device_bytes, -1).argmax(axis=1)
+        largest = np.where(folded.allowed, folded.bytes, -1).argmax(axis=1)
         decision = Decision(folded, largest, attention=0, fraction=1.0)
         make_fit(decision, folded.costs(decision.prices(100.0)))
         assert decision.fits
-        assert decision.bytes <= problem.adapter_budget_bytes * (1 + 1e-9) + 1
+        assert decision.bytes <= folded.adapter_budget_bytes * (1 + 1e-9) + 1
 
 
 def test_best_fraction_no_other_is_better():
     for seed in range(30):
         problem = random_problem(seed)
-        decision = Decision(Folded(problem), np.full(12, 1), attention=0, fraction=0.125)
+        decision = Decision(Folded(problem, fold_idle=False), np.full(12, 1), attention=0, fraction=0.125)
         best_fraction(decision)
         tried = [
             evaluate(problem, decision.columns, attention, fraction).objective_s
@@ -80,8 +111,8 @@ def test_best_fraction_no_other_is_better():
 
 def test_improvements_never_make_a_plan_dearer_or_unfit():
     for seed in (0, 2, 5, 8, 11):
-        folded = Folded(random_instance(seed, n=20))
-        problem = folded.problem
+        problem = random_instance(seed, n=20)
+        folded = Folded(problem, fold_idle=False)
         fewest = np.where(problem.allowed, problem.device_bytes, np.inf).argmin(axis=1)
         decision = Decision(folded, fewest, attention=0, fraction=problem.kv.min_fraction)
         assert decision.fits

@@ -7,7 +7,7 @@ from scipy.optimize import linprog
 from strategies.planner.folded import Folded
 from strategies.planner.optimizer import optimize
 from strategies.planner.prices import Part, lower_bounds, nodes, relax
-from strategies.planner.relaxation import Block, Relaxation
+from strategies.planner.relaxation import Relaxation
 from tests.strategies.planner.instances import random_instance
 
 
@@ -28,9 +28,7 @@ def _random(seed, *, rows=15, options=3, places=6):
 def test_solve_random_problem_equals_linprog(seed):
     work, cost, allowed, phase_of, limit = _random(seed)
     rows, options = cost.shape
-    blocks = [Block(work[: 5 * options], np.arange(6), 0, 5 * options)]
-    blocks.append(Block(work[5 * options :], np.arange(6), 5 * options, rows * options))
-    relaxation = Relaxation(blocks, cost=cost, allowed=allowed, phase_of=phase_of, limit=limit)
+    relaxation = Relaxation(work.reshape(rows, options, -1), cost=cost, allowed=allowed, phase_of=phase_of, limit=limit)
     relaxed = relaxation.solve(gap=1e-6)
     phases = (phase_of[:, None] == np.arange(2)).astype(float)
     reference = linprog(
@@ -53,8 +51,8 @@ def test_solve_random_problem_equals_linprog(seed):
 def test_solve_limit_that_cannot_be_met_ends():
     work, cost, allowed, phase_of, limit = _random(0)
     limit[-1] = 1e-6
-    blocks = [Block(work, np.arange(6), 0, len(work))]
-    relaxed = Relaxation(blocks, cost=cost, allowed=allowed, phase_of=phase_of, limit=limit).solve(gap=1e-4)
+    relaxation = Relaxation(work.reshape(*cost.shape, -1), cost=cost, allowed=allowed, phase_of=phase_of, limit=limit)
+    relaxed = relaxation.solve(gap=1e-4)
     assert relaxed.steps <= 25
     assert np.isfinite(relaxed.shares).all()
 
@@ -65,10 +63,11 @@ def test_lower_bounds_no_plan_undercuts_them(seed):
     folded = Folded(problem)
     plan, _ = optimize(problem)
     among = nodes(folded)
-    part = Part(folded.rows, np.ones(30), folded.base, 0.0)
+    part = Part(folded.rows, np.ones(len(folded.rows)), folded.base, 0.0)
     for node in among[:: max(1, len(among) // 6)]:
         found = relax(folded, node, part, scale_s=plan.objective_s, gap=1e-3)
-        bounds = lower_bounds(folded, found.prices, folded.costs(found.prices.places), among)
+        total = folded.costs(found.prices.places) + found.prices.adapter_byte * folded.bytes
+        bounds = lower_bounds(folded, found.prices, total, among)
         assert bounds.min() <= plan.objective_s * (1 + 1e-6)
         used = np.bincount(plan.strategy[problem.active], minlength=4) > 0
         for bound, other in zip(bounds, among, strict=True):

@@ -1,0 +1,127 @@
+"""From shares to strategies: decisions near a relaxed one, mended by moves that are tried on the objective itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from strategies.planner.decision import Decision, Moves
+from strategies.planner.folded import Folded
+from strategies.planner.improve import best_fraction, make_fit, single_moves
+from strategies.planner.prices import Node, Prices, Shares
+
+ENOUGH = 1e-3
+"""Of the objective: a plan this near to the bound is not mended."""
+
+SHARPNESS = (200.0, 1000.0)
+LEVELS = (200.0, 500.0, 1000.0, 3000.0)
+"""Sharpness of prices from one round of mending, and of levelling, to the next."""
+
+_CLOSE = 40
+"""Adapters nearest to a tie, which are mended."""
+
+_DRAWS = 2
+_GOLDEN = 0.6180339887498949
+
+
+def rounded(
+    folded: Folded, node: Node, relaxed: Shares, total: np.ndarray, *, bound_s: float, levels: tuple[float, ...]
+) -> Decision:
+    """A decision near the relaxed one.
+
+    Args:
+        folded: the problem.
+        node: that was relaxed.
+        relaxed: shares of all adapters or of some.
+        total: [M, S] seconds of choices at the relaxed prices, with bytes.
+        bound_s: no plan is better.
+        levels: sharpness of each round of levelling.
+    """
+    prices = relaxed.prices
+    open_ = _open(folded, node)
+    usable = total if open_ is None else np.where(open_, total, np.inf)
+    shares = relaxed.shares if len(relaxed.shares) == len(folded.rows) else _shares(usable, prices)
+    byte_s = 3 * prices.adapter_byte + bound_s / max(1.0, float(folded.bytes.max(axis=1, initial=0.0).sum()))
+
+    def worth(decision: Decision) -> float:
+        return decision.value() + byte_s * float(decision.overshoot(decision.bytes))
+
+    best = min(_roundings(folded, node, shares, relaxed.fraction), key=worth)
+    for sharpness in levels:
+        if worth(best) <= bound_s * (1 + ENOUGH):
+            break
+        _level(best, prices, usable, sharpness=sharpness, byte_s=byte_s)
+    make_fit(best, total - prices.adapter_byte * folded.bytes)
+    if best.value() > bound_s * (1 + ENOUGH):
+        mend(best, usable)
+    best_fraction(best)
+    return best
+
+
+def _open(folded: Folded, node: Node) -> np.ndarray | None:
+    """[M, S], columns that a node allows, all where it allows none; None: everything."""
+    if node.columns.all():
+        return None
+    usable = folded.allowed & (node.columns | ~folded.active[:, None])
+    return usable | ~usable.any(axis=1, keepdims=True)
+
+
+def _shares(total: np.ndarray, prices: Prices) -> np.ndarray:
+    """The relaxed decision of all adapters at prices that were found from a few."""
+    away = total - total.min(axis=1, keepdims=True)
+    shares = prices.softness / (away + prices.softness)
+    return shares / shares.sum(axis=1, keepdims=True)
+
+
+def _level(decision: Decision, prices: Prices, total: np.ndarray, *, sharpness: float, byte_s: float) -> None:
+    """Moves adapters that are near a tie away from what the decision loads more than the relaxation did."""
+    folded, rows = decision.folded, decision.folded.rows
+    over = decision.overshoot(decision.bytes) > 0
+    places = 0.5 * prices.places + 0.5 * decision.prices(sharpness)
+    leaning = folded.costs(places) + prices.adapter_byte * (1.2 if over else 0.9) * folded.bytes
+    leaning[np.isinf(total)] = np.inf
+    to = leaning.argmin(axis=1)
+    gain = leaning[rows, decision.columns] - leaning[rows, to]
+    rising = np.flatnonzero((gain > 0) & np.isfinite(gain))
+    gain = gain[rising]
+    loss = np.maximum(total[rising, to[rising]] - total[rising, decision.columns[rising]], 0.0)
+    order = rising[np.argsort(-gain / (loss + 1e-2 * gain + 1e-30))]
+    moves = Moves(order, to[order])
+    _, number = decision.ladder(moves, sharpness=sharpness, byte_price=byte_s)
+    decision.apply(moves, number)
+
+
+def _roundings(folded: Folded, node: Node, shares: np.ndarray, fraction: float) -> Iterator[Decision]:
+    """The largest share of everyone; and shares drawn by sequences that are even over any few neighbours."""
+    largest = shares.argmax(axis=1)
+    yield Decision(folded, largest, attention=node.attention, fraction=fraction)
+    edges = shares.cumsum(axis=1)
+    turn = np.empty(len(shares))
+    turn[np.lexsort((folded.own.min(axis=1) + folded.bytes.sum(axis=1), folded.home))] = folded.rows
+    for draw in range(_DRAWS):
+        at = (_GOLDEN * turn + draw / _DRAWS) % 1 * 0.998 + 0.001
+        column = (edges < at[:, None]).sum(axis=1)
+        column = np.where(shares[folded.rows, np.minimum(column, shares.shape[1] - 1)] > 1e-6, column, largest)
+        yield Decision(folded, column, attention=node.attention, fraction=fraction)
+
+
+def mend(decision: Decision, total: np.ndarray) -> None:
+    """Single moves of the adapters that are nearest to a tie."""
+    rows = closest(decision, total)
+    for sharpness in (*SHARPNESS, None):
+        single_moves(decision, rows, sharpness=sharpness, rounds=4)
+    best_fraction(decision)
+
+
+def closest(decision: Decision, total: np.ndarray, number: int = _CLOSE) -> np.ndarray:
+    """Adapters nearest to a tie between strategies at some prices."""
+    folded = decision.folded
+    if len(folded.rows) <= number:
+        return folded.rows
+    now = total[folded.rows, decision.columns]
+    now = np.where(np.isfinite(now), now, 0.0)
+    away = total - now[:, None]
+    away[folded.rows, decision.columns] = np.inf
+    closeness = away.min(axis=1) / np.maximum(np.abs(now), 1e-30)
+    return np.argpartition(closeness, number)[:number]
