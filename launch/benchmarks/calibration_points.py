@@ -52,10 +52,10 @@ class Design(NamedTuple):
 
 USUAL = Design(
     lora=(
-        LoraPoint(4, 1, 6),
-        LoraPoint(12, 1, 40),
-        LoraPoint(12, 3, 10),
-        LoraPoint(12, 5, 24),
+        LoraPoint(4, 1, 16),
+        LoraPoint(12, 1, 32),
+        LoraPoint(12, 3, 16),
+        LoraPoint(20, 5, 16),
         LoraPoint(32, 1, 10),
         LoraPoint(32, 4, 20),
     ),

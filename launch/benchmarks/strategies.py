@@ -9,6 +9,9 @@
   python -m launch.bench strategies --ranks=8 --tokens_per_adapter=1 --adapters=4 --contexts=128 --runs=1 --data_mb=64
       a quick look: the data fits into the cache
 
+  python -m launch.bench strategies --hardware=machine.json
+      also what a file of launch.calibrate predicts, and how good the planner's choices are
+
 A step goes through all layers and projections. Every call works on pages that were not read for a round; the round is
 four times the last-level cache where memory allows. Before the programs of a point all pages are read once from end to
 end by all cores: rates of near-data functions are given as shares of that read. A timed call follows one of the same
@@ -20,11 +23,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
 import pathlib
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 
 import jax
 from absl import flags as absl_flags
@@ -34,7 +39,11 @@ from launch import flags
 from launch.benchmarks.case import split_names
 from launch.benchmarks.cold_pages import ColdPages, cold_size
 from launch.benchmarks.machine import describe_machine, describe_software
+from launch.benchmarks.mixed_program import mixed_program
+from launch.benchmarks.model_shape import shape_of_config
+from launch.benchmarks.prediction_report import Predicted
 from launch.benchmarks.program_timing import measure
+from launch.benchmarks.strategy_predictions import Prediction, predict
 from launch.benchmarks.strategy_programs import (
     AttentionPoint,
     LoraPoint,
@@ -46,9 +55,12 @@ from launch.benchmarks.strategy_programs import (
 from launch.benchmarks.strategy_report import PointResult, StrategiesReport
 from launch.console import StageLog
 from launch.flags import StartError
+from memory_pool.hardware import parse_hardware
 from memory_pool.probe import probe
 from plora_jax.checkpoints import load_config
+from plora_jax.config import ModelConfig
 from plora_jax.engine.build import EngineConfig
+from strategies.cost import ModelShape
 from strategies.kernel_tables import KernelSet, choose_kernels
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -72,6 +84,7 @@ class StrategiesCase:
         runs: measured runs, after one to warm up; the figures are medians over them.
         data_mb: data to cycle through, MB of 2^20 bytes, in the pool and as much on the device; None for four times
             the last-level cache.
+        hardware: file of launch.calibrate whose predictions are held against what is measured; None for none.
         output_json: file to write all figures to.
     """
 
@@ -85,6 +98,7 @@ class StrategiesCase:
     dtype: str = "bfloat16"
     runs: int = 5
     data_mb: int | None = None
+    hardware: str | None = None
     output_json: str | None = None
 
     def numbers(self, name: str) -> list[int]:
@@ -143,11 +157,15 @@ def run_strategies(case: StrategiesCase, *, command: str, log: StageLog) -> Stra
     log.say("backend", backend.as_text())
     if not backend.near_data:
         raise StartError(f"near-data functions do not work here: {backend.problem}; set JAX_PLATFORMS=cpu")
-    model = _model(case)
+    config = _config(case)
+    model = model_of(config, jax.numpy.dtype(case.dtype))
+    shape = shape_of_config(config, name=case.model, item_bytes=model.layout.dtype.itemsize)
+    predictions = _predictions(case, shape)
     size = cold_size(None if case.data_mb is None else case.data_mb * 2**20)
     log.say("data", f"filling {size.num_bytes / 1e6:.0f} MB of pages in the pool and on the device")
     cold = ColdPages(model.layout, num_bytes=size.num_bytes)
     kernels = getattr(choose_kernels(), case.phase)
+    results = _measure_grid(case, model, cold, kernels, predictions=predictions, log=log)
     return StrategiesReport(
         case=_in_words(case, model),
         options=dataclasses.asdict(case),
@@ -156,7 +174,8 @@ def run_strategies(case: StrategiesCase, *, command: str, log: StageLog) -> Stra
         backend=backend.as_text(),
         kernels={name: kernel.name for name, kernel in kernels._asdict().items()},
         cold=size._replace(num_bytes=cold.num_bytes),
-        results=_measure_grid(case, model, cold, kernels, log),
+        results=results,
+        predicted=_predicted(case, predictions, results),
         command=command,
         measured_at=datetime.datetime.now(datetime.UTC),
     )
@@ -176,25 +195,47 @@ def main() -> int:
     return 0
 
 
-def _model(case: StrategiesCase) -> Model:
+def _config(case: StrategiesCase) -> ModelConfig:
     try:
-        config = load_config(case.model)
+        return load_config(case.model)
     except (OSError, ValueError) as error:
         raise StartError(str(error)) from error
-    return model_of(config, jax.numpy.dtype(case.dtype))
+
+
+def _predictions(case: StrategiesCase, shape: ModelShape) -> list[Prediction]:
+    """Of each LoRA point; none without a hardware file."""
+    if case.hardware is None:
+        return []
+    try:
+        hardware = parse_hardware(case.hardware)
+        return [predict(point, shape, hardware) for point in case.lora_points]
+    except ValueError as error:
+        raise StartError(f"--hardware {case.hardware!r}: {error}") from error
 
 
 def _measure_grid(
-    case: StrategiesCase, model: Model, cold: ColdPages, kernels: KernelSet, log: StageLog
+    case: StrategiesCase,
+    model: Model,
+    cold: ColdPages,
+    kernels: KernelSet,
+    *,
+    predictions: Sequence[Prediction],
+    log: StageLog,
 ) -> list[PointResult]:
     points = [*case.lora_points, *case.attention_points]
     groups = []
-    for number, point in enumerate(points, 1):
+    for number, (point, prediction) in enumerate(itertools.zip_longest(points, predictions), 1):
         started = time.monotonic()
-        if isinstance(point, LoraPoint):
-            groups.append(list(lora_programs(point, model, cold, kernels)))
-        else:
+        if isinstance(point, AttentionPoint):
             groups.append([attention_program(point, model, cold, kernels)])
+        else:
+            groups.append(list(lora_programs(point, model, cold, kernels)))
+            mixes = {choice.name: choice.adapters for choice in prediction.choices} if prediction else {}
+            groups[-1] += [
+                mixed_program(name, adapters, point, model=model, cold=cold, kernels=kernels)
+                for name, adapters in mixes.items()
+                if len(adapters) > 1
+            ]
         words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in point._asdict().items())
         log.say(f"{number}/{len(points)}", f"{words}: compiled in {time.monotonic() - started:.1f} s")
 
@@ -203,6 +244,15 @@ def _measure_grid(
 
     timings = measure(groups, cold, runs=case.runs, tell=tell)
     return [PointResult(point, found) for point, found in zip(points, timings, strict=True)]
+
+
+def _predicted(
+    case: StrategiesCase, predictions: Sequence[Prediction], results: Sequence[PointResult]
+) -> Predicted | None:
+    if case.hardware is None:
+        return None
+    measured = [{timing.program: timing.median_s for timing in result.timings} for result in results]
+    return Predicted(case.hardware, case.lora_points, predictions, measured[: len(predictions)])
 
 
 def _in_words(case: StrategiesCase, model: Model) -> str:

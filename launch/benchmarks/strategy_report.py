@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from launch.benchmarks.cold_pages import ColdSize
+from launch.benchmarks.prediction_report import Predicted
 from launch.benchmarks.strategy_programs import AttentionPoint, LoraPoint
 from launch.console import in_bytes
 from memory_pool.auditing import LinkTraffic
@@ -89,6 +90,7 @@ class StrategiesReport:
         results: points of the grid.
         command: command line that repeats it.
         measured_at: when.
+        predicted: what a calibrated hardware file says; None without one.
     """
 
     case: str
@@ -101,6 +103,7 @@ class StrategiesReport:
     results: Sequence[PointResult]
     command: str
     measured_at: datetime.datetime
+    predicted: Predicted | None = None
 
     @property
     def streams(self) -> list[float]:
@@ -109,6 +112,7 @@ class StrategiesReport:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values in seconds and bytes."""
+        predicted = {} if self.predicted is None else {"predicted": self.predicted.as_json()}
         return {
             "benchmark": "strategies",
             "case": self.case,
@@ -124,6 +128,7 @@ class StrategiesReport:
             "points": [
                 {**r.point._asdict(), "programs": [timing.as_json() for timing in r.timings]} for r in self.results
             ],
+            **predicted,
             "command": self.command,
             "measured_at": self.measured_at.isoformat(timespec="seconds"),
         }
@@ -146,6 +151,7 @@ class StrategiesReport:
             "",
             *_near_table(self.results),
             "",
+            *([] if self.predicted is None else [*self.predicted.as_lines(), ""]),
             _line("command", self.command),
         ]
         return "\n".join(lines)
