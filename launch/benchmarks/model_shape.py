@@ -14,9 +14,6 @@ def shape_of_config(config: ModelConfig, *, name: str, item_bytes: int) -> Model
         name: under which its base steps are in a calibration.
         item_bytes: of a number of weights, adapters and KV.
     """
-    experts = {}
-    if config.num_experts:
-        experts = {"experts": config.num_experts, "experts_per_token": config.experts_per_token}
     return transformer(
         name,
         hidden=config.hidden_size,
@@ -28,5 +25,6 @@ def shape_of_config(config: ModelConfig, *, name: str, item_bytes: int) -> Model
         vocab=config.vocab_size,
         windows=config.layer_windows,
         item_bytes=item_bytes,
-        **experts,
+        experts=config.num_experts,
+        experts_per_token=config.experts_per_token,
     )
