@@ -18,8 +18,10 @@ from launch.benchmarks.strategy_report import StrategiesReport, Timing
 from launch.console import StageLog
 from launch.flags import StartError
 from memory_pool.auditing import LinkTraffic
+from memory_pool.hardware import HARDWARE, save_hardware
 from plora_jax.checkpoints import load_config
 from strategies.low_rank import CHUNK_ROWS
+from tests.strategies.cost.models import some_calibration
 
 LLAMA = pathlib.Path(__file__).parents[2] / "data" / "conformance" / "models" / "llama"
 CASE = StrategiesCase(
@@ -137,6 +139,23 @@ def test_report_says_the_machine_the_grid_and_the_shares(report):
     assert got["cycled_bytes"] >= 2 * 2**20
 
 
+def test_hardware_file_is_held_against_what_is_measured(tmp_path):
+    hardware = dataclasses.replace(HARDWARE["cpu"], calibration=some_calibration())
+    save_hardware(hardware, tmp_path / "x.json")
+    case = dataclasses.replace(CASE, tokens_per_adapter="1", runs=1, hardware=str(tmp_path / "x.json"))
+    report = run_strategies(case, command="", log=StageLog(Console(quiet=True)))
+    got = json.loads(json.dumps(report.as_json()))["predicted"]
+    (point,) = got["points"]
+    measured = {program["program"]: program["median_s"] for program in report.as_json()["points"][0]["programs"]}
+    for name, seconds in point["predicted_s"].items():
+        assert got["mape"][name] == pytest.approx(abs(seconds / measured[name] - 1))
+    for choice in point["choices"]:
+        assert choice["measured_s"] / choice["best_fixed_s"] == got["regret"][choice["budget"]]["worst"]
+    text = report.as_text()
+    assert re.search(r"^regret, worst +[\d.]+ +[\d.]+$", text, re.MULTILINE), text
+    assert re.search(r"^MAPE( +[\d.]+%){4}$", text, re.MULTILINE), text
+
+
 def test_share_is_the_median_over_runs_of_the_rate_beside_its_own_read():
     timing = Timing("shrink", 100, (1.0, 2.0, 4.0), (200.0, 50.0, 100.0), LinkTraffic(1, 2, 3), LinkTraffic(1, 1, 3))
     # 100 / 1 / 200, 100 / 2 / 50, 100 / 4 / 100.
@@ -161,6 +180,8 @@ def test_smallest_step_has_eight_rows():
         ({"phase": "both"}, "--phase 'both' is unknown; choose decode, prefill"),
         ({"output_json": "/nowhere/x.json"}, "--output_json '/nowhere/x.json' is in a directory that does not exist"),
         ({"model": "/nowhere"}, "/nowhere does not exist"),
+        ({"hardware": "x.json"}, "--hardware 'x.json': hardware 'x.json' is unknown: choose "),
+        ({"hardware": "paper"}, "--hardware 'paper': hardware paper has no calibration: measure it with python -m"),
     ],
 )
 def test_strategies_case_that_cannot_be_is_refused(changes, says):
