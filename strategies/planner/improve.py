@@ -22,6 +22,9 @@ _EXCHANGES = 48
 _TOGETHER = 4
 """Rows whose columns are tried in every combination."""
 
+_DRAWN = 8
+"""Draws of such rows at once."""
+
 _GAIN = 1e-9
 """Of the step: smaller gains are rounding."""
 
@@ -224,26 +227,27 @@ def _together(num_columns: int) -> np.ndarray:
 
 
 def regroup(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
-    """Tries all columns of a few rows together, drawn anew each round.
+    """Tries all columns of a few rows together, for several draws of rows at once.
 
     Args:
         decision: to change.
         rows: adapters that may move, at least as many as are drawn.
         sharpness: as of `single_moves`.
-        rounds: draws.
+        rounds: of draws, each of which makes the best change that it finds.
     """
-    draw, at = np.random.default_rng(len(rows)), np.arange(_TOGETHER)
-    columns = _together(decision.folded.num_columns)
+    folded, draw = decision.folded, np.random.default_rng(len(rows))
+    columns = _together(folded.num_columns)
     for _ in range(rounds):
-        few = draw.choice(rows, _TOGETHER, replace=False)
+        few = draw.random((_DRAWN, len(rows))).argpartition(_TOGETHER - 1, axis=1)[:, :_TOGETHER]
         rate = None if sharpness is None else decision.rate(sharpness)
-        singles = _singles(decision, few)
-        own = singles.own[at, columns].sum(axis=1)
-        bytes_ = decision.bytes + singles.bytes[at, columns].sum(axis=1)
-        good = np.flatnonzero((decision.overshoot(bytes_) <= 0) & np.isfinite(own))
-        values = _values(decision, singles.loads[at, columns[good]].sum(axis=1), rate) + own[good]
+        singles = _singles(decision, rows)
+        at = (few[:, None, :], columns)
+        bytes_, own = (part[at].sum(axis=-1) for part in (singles.bytes, singles.own))
+        good = np.nonzero((decision.overshoot(decision.bytes + bytes_) <= 0) & np.isfinite(own))
+        loads = sum(singles.loads[few[good[0], one], columns[good[1], one]] for one in range(_TOGETHER))
+        values = _values(decision, loads, rate) + own[good]
         best = int(values.argmin())
         if values[best] < _still(decision, rate) * (1 - _GAIN):
-            moves = Moves(few, columns[good[best]])
+            moves = Moves(rows[few[good[0][best]]], columns[good[1][best]])
             _, taken = decision.ladder(moves, sharpness=sharpness, byte_price=np.inf)
             decision.apply(moves, taken)

@@ -23,7 +23,7 @@ from strategies.planner.folded import Folded
 from strategies.planner.improve import best_fraction, exchanges, make_fit, regroup, single_moves
 from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
-from strategies.planner.rounding import ENOUGH, LEVELS, SHARPNESS, closest, mend, rounded
+from strategies.planner.rounding import LEVELS, SHARPNESS, closest, mend, rounded
 
 _SAMPLE = 44
 """Adapters that are heavy, and as many that stand for the others, where prices are found from fewer than all."""
@@ -40,12 +40,6 @@ _WORTH = 1e-2
 _NODES = 5
 """Parts that are looked into at most."""
 
-_DIVE = 64
-"""Undecided adapters, the heaviest, that are decided a few at a time."""
-
-_FEW = 3
-"""Undecided adapters that are decided at once."""
-
 _FAR = 0.01
 """Of the objective: a plan this far from its bound is looked at harder."""
 
@@ -55,12 +49,20 @@ _REFINED = 16
 _TIE_BREAK = 3e-3
 """Of the objective: noise on costs, so that most of equal adapters are decided by the relaxation."""
 
-_MANY, _REGROUPED = 6, 50
+_UNDECIDED = (200, 10**9)
+"""Adapters nearest to a tie that are relaxed together where prices from a sample did not do; then everyone."""
+
+_VERY_FAR = 0.02
+"""Of the objective: a plan that is still this far from its bound is looked at with everyone."""
+
+_TIGHT = 0.97
+"""Of the longest place of its phase: a place with more has a price from then on."""
+
+_MANY, _REGROUPED = 6, 8
 """Adapters from which a few are regrouped, and how often."""
 
-_MORE_LEVELS = (300.0, 1000.0, 3000.0) * 4
-_POLISHED = 4
-"""Decisions that are polished at last."""
+_LEADING = 0.3
+"""Of the longest place of its phase, in any simple plan: what has less than this in all of them has no price."""
 
 
 class Duals(NamedTuple):
@@ -88,13 +90,14 @@ class Duals(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A decision, the part of the plans and the relaxation it came from, and costs at its prices with bytes."""
+    """A decision, the part of the plans and the relaxation it came from, costs at its prices with bytes, its places."""
 
     decision: Decision
     value_s: float
     node: Node
     relaxed: Shares
     total: np.ndarray
+    leading: np.ndarray
 
 
 class _Outcome(NamedTuple):
@@ -175,12 +178,13 @@ def _simple(folded: Folded) -> list[Decision]:
 
 def _searched(folded: Folded, until: float) -> _Outcome:
     """Looks into the most promising part of the plans until none is left that could be better."""
-    simple = min(_simple(folded), key=Decision.value)
+    decisions = _simple(folded)
+    simple, leading = min(decisions, key=Decision.value), _leading(folded, decisions)
     scale_s = simple.value()
     among, sample = nodes(folded), _sample(folded)
     gap = _GAP if len(sample.rows) == len(folded.rows) else _SAMPLE_GAP
     first = Node(simple.attention, np.ones(folded.num_columns, bool), charged=False)
-    relaxed = relax(folded, first, sample, scale_s=scale_s, gap=gap)
+    relaxed = relax(folded, first, sample, leading, scale_s=scale_s, gap=gap)
     total = _total(folded, relaxed.prices)
     bounds = lower_bounds(folded, relaxed.prices, total, among)
     open_, lost, best = np.ones(len(among), bool), None, None
@@ -189,14 +193,15 @@ def _searched(folded: Folded, until: float) -> _Outcome:
         if best is not None and bounds[at] + 0.5 * (lost or 0.0) > (1 - _WORTH) * best.value_s:
             break
         if turn or folded.has_fixed or not _alike(first, among[at]):
-            relaxed = relax(folded, among[at], sample, scale_s=scale_s, gap=gap)
+            relaxed = relax(folded, among[at], sample, leading, scale_s=scale_s, gap=gap)
             total = _total(folded, relaxed.prices)
             bounds = np.maximum(bounds, lower_bounds(folded, relaxed.prices, total, among))
         decision = rounded(folded, among[at], relaxed, total, bound_s=float(bounds[at]), levels=LEVELS)
-        found = _Found(decision, decision.value(), among[at], relaxed, total)
+        found = _Found(decision, decision.value(), among[at], relaxed, total, leading)
         open_[at] = False
         missed = max(0.0, found.value_s - float(bounds[at]))
         lost = missed if lost is None else min(lost, missed)
+        leading = np.union1d(leading, _longest(decision))
         if best is None or found.value_s < best.value_s:
             best = found
         if not open_.any() or time.perf_counter() > until:
@@ -210,33 +215,59 @@ def _searched(folded: Folded, until: float) -> _Outcome:
     return _Outcome(best.decision, best.relaxed.prices, best.total, bound_s)
 
 
+def _leading(folded: Folded, decisions: Sequence[Decision]) -> np.ndarray:
+    """Indices of places that are long in some of the decisions, with KV on the device or in the pool."""
+    ways = np.vstack([folded.kv_device, folded.kv_pool])
+    loads = np.stack([decision.all_loads() - decision.kv_loads(decision.fraction) for decision in decisions])
+    loads = loads[:, None] + ways
+    longest = np.maximum.reduceat(loads, folded.starts, axis=-1)[..., folded.phase_of]
+    return np.flatnonzero((loads >= _LEADING * longest).any(axis=(0, 1)))
+
+
 def _total(folded: Folded, prices: Prices) -> np.ndarray:
     return folded.costs(prices.places) + prices.adapter_byte * folded.bytes
 
 
 def _harder(folded: Folded, best: _Found, likely: Node, bound_s: float, until: float) -> _Found:
     """What takes longer, in the part where the best plan was found and in the one that may hold the best."""
-    everyone = Part(folded.rows, np.ones(len(folded.rows)), folded.base, 0.0)
-    places = [best.node] if _alike(best.node, likely) else [likely, best.node]
-    decisions = [best.decision, *_simple(folded)]
-    for node in places:
-        relaxed = relax(folded, node, everyone, scale_s=best.value_s, gap=_GAP / 2, tie_break=_TIE_BREAK)
-        total = _total(folded, relaxed.prices)
-        again = rounded(folded, node, relaxed, total, bound_s=bound_s, levels=LEVELS + _MORE_LEVELS)
-        again = _Found(again, again.value(), node, relaxed, total)
-        decisions.append(again.decision)
-        undecided = np.flatnonzero(relaxed.shares.max(axis=1) < 0.95)
-        if len(undecided) > 1:
-            heavy = folded.work[undecided].sum(axis=(1, 2))
-            decisions.append(_dived(folded, again, undecided[np.argsort(-heavy)[:_DIVE]]))
-        best = min(best, again, key=lambda found: found.value_s)
-    decisions = sorted(decisions, key=Decision.value)[:_POLISHED]
-    for decision in decisions:
+    for number in sorted({min(number, len(folded.rows)) for number in _UNDECIDED}):
+        for node in [best.node] if _alike(best.node, likely) else [likely, best.node]:
+            if time.perf_counter() > until:
+                return best
+            again = _undecided(folded, best, node, number=number, bound_s=bound_s)
+            if again.value_s < best.value_s:
+                best = again
+        decision = best.decision.copy()
         _polish(decision, best)
-        if decision.value() <= bound_s * (1 + ENOUGH) or time.perf_counter() > until:
+        best = best._replace(decision=decision, value_s=decision.value())
+        if best.value_s <= bound_s * (1 + _VERY_FAR):
             break
-    decision = min(decisions, key=Decision.value)
-    return best._replace(decision=decision, value_s=decision.value())
+    return best
+
+
+def _undecided(folded: Folded, best: _Found, node: Node, *, number: int, bound_s: float) -> _Found:
+    """Relaxes those nearest to a tie, the others as prices say."""
+    rows = np.sort(closest(best.decision, best.total, number))
+    others = np.setdiff1d(folded.rows, rows)
+    columns = best.total[others].argmin(axis=1)
+    loads = folded.base + folded.work[others, columns].sum(axis=0)
+    part = Part(rows, np.ones(len(rows)), loads, float(folded.bytes[others, columns].sum()))
+    leading = np.union1d(best.leading, _longest(best.decision))
+    relaxed = relax(folded, node, part, leading, scale_s=best.value_s, gap=_GAP / 2, tie_break=_TIE_BREAK)
+    shares = np.zeros(folded.own.shape)
+    shares[others, columns] = 1.0
+    shares[rows] = relaxed.shares
+    relaxed = relaxed._replace(shares=shares)
+    total = _total(folded, relaxed.prices)
+    decision = rounded(folded, node, relaxed, total, bound_s=bound_s, levels=LEVELS)
+    return _Found(decision, decision.value(), node, relaxed, total, leading)
+
+
+def _longest(decision: Decision) -> np.ndarray:
+    """Indices of places that are about the longest of their phases."""
+    folded, loads = decision.folded, decision.all_loads()
+    longest = np.maximum.reduceat(loads, folded.starts)[folded.phase_of]
+    return np.flatnonzero(loads >= _TIGHT * longest)
 
 
 def _alike(node: Node, other: Node) -> bool:
@@ -271,28 +302,6 @@ def _sample(folded: Folded) -> Part:
     picked = light[((np.arange(_SAMPLE) + 0.5) * (len(light) / _SAMPLE)).astype(int)]
     weight = np.concatenate([np.ones(_SAMPLE), np.full(_SAMPLE, len(light) / _SAMPLE)])
     return Part(np.concatenate([heavy, picked]), weight, folded.base, 0.0)
-
-
-def _dived(folded: Folded, best: _Found, free: np.ndarray) -> Decision:
-    """Decides the clearest of the `free` adapters, relaxes the rest again, until all are decided; mended."""
-    node, fraction = best.node, best.relaxed.fraction
-    columns, shares = best.decision.columns.copy(), best.relaxed.shares[free]
-    while len(free):
-        clear = shares.max(axis=1)
-        columns[free] = shares.argmax(axis=1)
-        free = free[clear < min(0.95, float(np.quantile(clear, 0.5)))] if len(free) > _FEW else free[:0]
-        if len(free) == 0:
-            break
-        others = np.setdiff1d(folded.rows, free)
-        loads = folded.base + folded.work[others, columns[others]].sum(axis=0)
-        part = Part(free, np.ones(len(free)), loads, float(folded.bytes[others, columns[others]].sum()))
-        shares, fraction = relax(
-            folded, node, part, scale_s=best.value_s, gap=_GAP, tie_break=_TIE_BREAK * len(free) / len(folded.rows)
-        )[1:]
-    decision = Decision(folded, columns, attention=node.attention, fraction=fraction)
-    make_fit(decision, best.total - best.relaxed.prices.adapter_byte * folded.bytes)
-    mend(decision, best.total)
-    return decision
 
 
 def _pressing(decision: Decision) -> np.ndarray:

@@ -161,25 +161,35 @@ def _kv_bound(folded: Folded, prices: Prices, node: Node) -> float:
     return merge + float((in_pool + at * (on_device - in_pool + prices.joint * kv.device_bytes) + moved).min())
 
 
-def relax(folded: Folded, node: Node, part: Part, *, scale_s: float, gap: float, tie_break: float = 0.0) -> Shares:
+def relax(
+    folded: Folded,
+    node: Node,
+    part: Part,
+    places: np.ndarray,
+    *,
+    scale_s: float,
+    gap: float,
+    tie_break: float = 0.0,
+) -> Shares:
     """Solves the linear relaxation of a part of the adapters.
 
     Args:
         folded: the problem.
         node: attention, and columns of active adapters.
         part: which adapters.
+        places: indices of those that count, at least one a phase; the others have no price.
         scale_s: seconds of about the whole objective.
         gap: to stop at, of the value.
         tie_break: of the value, noise on the costs of strategies, so that most of equal adapters are decided.
     """
-    return _Builder(folded, node, part, scale_s).solve(gap, tie_break)
+    return _Builder(folded, node, part, places, scale_s).solve(gap, tie_break)
 
 
 class _Builder:
     """Puts a part into the form of Relaxation."""
 
-    def __init__(self, folded: Folded, node: Node, part: Part, scale_s: float) -> None:
-        self.folded, self.part, self.scale_s = folded, part, scale_s
+    def __init__(self, folded: Folded, node: Node, part: Part, places: np.ndarray, scale_s: float) -> None:
+        self.folded, self.part, self.places, self.scale_s = folded, part, places, scale_s
         kv = folded.problem.kv
         allowed = folded.allowed[part.rows]
         narrow = allowed & (node.columns | ~folded.active[part.rows, None])
@@ -189,10 +199,11 @@ class _Builder:
         edges = fractions(folded, node)
         self.low = float(edges[0])
         self.pieces = [(low, high) for low, high in itertools.pairwise(edges) if high > low]
-        self.slope = folded.kv_device - folded.kv_pool[node.attention]
-        self.base = part.loads + folded.kv_pool[node.attention] + self.low * self.slope
+        slope = folded.kv_device - folded.kv_pool[node.attention]
+        base = part.loads + folded.kv_pool[node.attention] + self.low * slope
         if folded.has_fixed and node.charged:
-            self.base += folded.fixed[node.columns].sum(axis=0)
+            base += folded.fixed[node.columns].sum(axis=0)
+        self.slope, self.base = slope[places], base[places]
         self.memory = self._memory_rows(float(edges[-1]))
 
     def _memory_rows(self, most: float) -> list[tuple[float, float]]:
@@ -215,7 +226,8 @@ class _Builder:
         folded, part, m, k = self.folded, self.part, len(self.part.rows), len(self.base)
         work = np.zeros((m + len(self.pieces), folded.num_columns, k + len(self.memory)))
         scaled = self.allowed * part.weight[:, None]
-        np.multiply(folded.work[part.rows], (scaled / self.scale_s)[..., None], out=work[:m, :, :k])
+        chosen = folded.work[part.rows[:, None], :, self.places].swapaxes(1, 2)
+        np.multiply(chosen, (scaled / self.scale_s)[..., None], out=work[:m, :, :k])
         work[:m, :, k:] = (folded.bytes[part.rows] * (scaled / self.unit))[..., None]
         for row, (low, high) in enumerate(self.pieces, m):
             work[row, 1, :k] = self.slope * ((high - low) / self.scale_s)
@@ -238,7 +250,7 @@ class _Builder:
             self._work(),
             cost=cost,
             allowed=np.vstack([self.allowed, open_pieces]),
-            phase_of=np.concatenate([folded.phase_of, np.full(len(self.memory), -1)]),
+            phase_of=np.concatenate([folded.phase_of[self.places], np.full(len(self.memory), -1)]),
             limit=np.concatenate([-self.base / self.scale_s, [limit for _, limit in self.memory]]),
         ).solve(gap=gap)
         byte = relaxed.prices[k:] * (self.scale_s / self.unit)
@@ -246,5 +258,7 @@ class _Builder:
         softness = relaxed.softness * self.scale_s / max(1.0, float(part.weight.max(initial=1.0)))
         taken = relaxed.shares[m:, 1]
         fraction = self.low + sum((b - a) * float(share) for (a, b), share in zip(self.pieces, taken, strict=True))
-        prices = Prices(relaxed.prices[:k], joint, float(byte.sum()) - joint, softness)
+        prices = np.zeros(len(folded.base))
+        prices[self.places] = relaxed.prices[:k]
+        prices = Prices(prices, joint, float(byte.sum()) - joint, softness)
         return Shares(prices, relaxed.shares[:m] * self.allowed, fraction)

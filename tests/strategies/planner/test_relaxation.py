@@ -65,7 +65,7 @@ def test_lower_bounds_no_plan_undercuts_them(seed):
     among = nodes(folded)
     part = Part(folded.rows, np.ones(len(folded.rows)), folded.base, 0.0)
     for node in among[:: max(1, len(among) // 6)]:
-        found = relax(folded, node, part, scale_s=plan.objective_s, gap=1e-3)
+        found = relax(folded, node, part, np.arange(len(folded.keep)), scale_s=plan.objective_s, gap=1e-3)
         total = folded.costs(found.prices.places) + found.prices.adapter_byte * folded.bytes
         bounds = lower_bounds(folded, found.prices, total, among)
         assert bounds.min() <= plan.objective_s * (1 + 1e-6)
