@@ -110,7 +110,7 @@ class AdapterPool:
         self._entries: dict[int, Entry] = {}
         self._on_device: set[int] = set()
         self._pinned: set[int] = set()
-        self._changed: set[int] = set()
+        self._changed: set[int] | None = None  # from the first `take_changes` on
         self._instead: dict[str, str] = {}
         self._copies = AdapterCopies(memory, self._device, ledger)
         self._moves = AdapterMoves(self._copies, self._needs, self._switch)
@@ -164,7 +164,7 @@ class AdapterPool:
         with self._lock:
             assert adapter.identity not in self._entries, adapter.identity
             self._entries[adapter.identity] = entry
-            self._changed.add(adapter.identity)
+            self._note_change(adapter.identity)
             if pinned:
                 self._pinned.add(adapter.identity)
 
@@ -226,7 +226,7 @@ class AdapterPool:
                 here = (name for name in self._preferred if not entry.missing(self._needs[name]))
                 self._switch(adapter_id, entry, next(here, self._fallback))
             self._note_device(adapter_id, entry)
-            self._changed.add(adapter_id)
+            self._note_change(adapter_id)
 
     def migrate(self, most_pages: int) -> int:
         """Copies up to so many pages for those who wait for their wish, between two steps.
@@ -255,10 +255,10 @@ class AdapterPool:
                 self._switch(adapter_id, entry, instead)
 
     def take_changes(self) -> set[int]:
-        """Adapters that came, went, or got another strategy since the last call."""
+        """Adapters that came, went, or got another strategy since the last call; all at the first."""
         with self._lock:
             changed, self._changed = self._changed, set()
-        return changed
+            return set(self._entries) if changed is None else changed
 
     def figures(self, adapter_id: int) -> AdapterFigures | None:
         """What a planner takes of an adapter; None for one that is gone."""
@@ -373,7 +373,11 @@ class AdapterPool:
     def _switch(self, adapter_id: int, entry: Entry, strategy: str) -> None:
         entry.strategy = strategy
         entry.placed = entry.place(self._needs[strategy], self.most_pages)
-        self._changed.add(adapter_id)
+        self._note_change(adapter_id)
+
+    def _note_change(self, adapter_id: int) -> None:
+        if self._changed is not None:
+            self._changed.add(adapter_id)
 
     def _note_device(self, adapter_id: int, entry: Entry) -> None:
         (self._on_device.add if entry.device_count else self._on_device.discard)(adapter_id)
@@ -389,7 +393,7 @@ class AdapterPool:
             with self._lock:
                 del self._entries[adapter_id]
                 self._pinned.discard(adapter_id)
-                self._changed.add(adapter_id)
+                self._note_change(adapter_id)
             self._leave_device(adapter_id, entry)
             self._writer.give_back(entry)
             self._policy.forget(adapter_id)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict
 
 from launch.http.adapter_paths import OutsideRootError, name_problem, resolve_inside
 from launch.http.errors import ApiError
 from launch.http.state import ServerState, state_of
-from plora_jax.engine.errors import AdapterExistsError, UnknownAdapterError
+from plora_jax.engine.errors import AdapterExistsError, NoPlanError, UnknownAdapterError
 
 router = APIRouter()
 """Looking only."""
@@ -30,6 +30,7 @@ class LoadRequest(BaseModel):
     lora_name: str | None = None
     lora_path: str | None = None
     load_inplace: bool = False
+    pinned: bool = False
 
 
 class UnloadRequest(BaseModel):
@@ -51,7 +52,7 @@ async def load_lora_adapter(body: LoadRequest, request: Request) -> PlainTextRes
     problem = name_problem(body.lora_name, state.model_names)
     if problem:
         raise ApiError(400, f"{problem}.", param="lora_name")
-    await asyncio.to_thread(_load, state, body.lora_name, body.lora_path, inplace=body.load_inplace)
+    await asyncio.to_thread(_load, state, body)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -75,6 +76,20 @@ async def list_adapters(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_card(engine.clock.now(), status) for status in engine.adapters()]}
 
 
+@router.get("/v1/adapters/{name}/explain", response_model=None)
+async def explain_adapter(name: str, request: Request, format: Literal["json", "text"] = "json") -> Response:
+    """Why the planner has an adapter served as it is: what every other strategy would do to the step."""
+    try:
+        found = await asyncio.to_thread(state_of(request).engine.explain_adapter, name)
+    except UnknownAdapterError as error:
+        raise ApiError(404, f"The lora adapter '{name}' cannot be found.", param="name") from error
+    except NoPlanError as error:
+        raise ApiError(409, f"Nothing can be explained: {error}.", param="name") from error
+    if format == "text":
+        return PlainTextResponse(found.text + "\n")
+    return JSONResponse({"object": "adapter.explanation", **found.values})
+
+
 def _card(now_s: float, status: Any) -> dict[str, Any]:
     card = dataclasses.asdict(status)
     last_used_s = card.pop("last_used_s")
@@ -84,10 +99,12 @@ def _card(now_s: float, status: Any) -> dict[str, Any]:
     return {"object": "adapter", **card}
 
 
-def _load(state: ServerState, name: str, path: str, *, inplace: bool) -> None:
+def _load(state: ServerState, body: LoadRequest) -> None:
     """Runs in a thread. Every failure becomes an answer that says why; the name is then free again."""
+    name, path = body.lora_name or "", body.lora_path or ""
     try:
-        state.engine.load_adapter(name, resolve_inside(state.config.adapter_root, path), load_inplace=inplace)
+        inside = resolve_inside(state.config.adapter_root, path)
+        state.engine.load_adapter(name, inside, load_inplace=body.load_inplace, pinned=body.pinned)
     except OutsideRootError as error:
         raise ApiError(400, f"lora_path is refused: {error}.", param="lora_path") from error
     except AdapterExistsError as error:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _ITL_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_PLANNER_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
 _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 # Field of the engine's Observations: (name, help, buckets).
@@ -35,6 +36,7 @@ _HISTOGRAMS = {
     "queue_s": ("vllm:request_queue_time_seconds", "From arrival to a request's first step, s.", _REQUEST_S),
     "prompt_tokens": ("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
     "generation_tokens": ("vllm:request_generation_tokens", "Tokens generated for a completion.", _TOKENS),
+    "planner_s": ("plora:planner_seconds", "To make a plan, beside the steps, s.", _PLANNER_S),
 }
 
 
@@ -49,6 +51,7 @@ class MetricSources:
         device_cache_bytes: bytes of the device set aside for adapter and KV pages, by object.
         num_kv_pages: KV pages that sequences can take.
         fallbacks: how often an adapter was served by fetch because the preferred strategy can never fit.
+        near_data_failures: how often the compute near the data was reported to have failed.
     """
 
     compilations: Callable[[], int] | None = None
@@ -57,6 +60,7 @@ class MetricSources:
     device_cache_bytes: Callable[[], Mapping[str, int]] | None = None
     num_kv_pages: int | None = None
     fallbacks: Callable[[], int] | None = None
+    near_data_failures: Callable[[], int] | None = None
 
 
 class Metrics(Collector):
@@ -150,6 +154,9 @@ class Metrics(Collector):
         if self._sources.fallbacks is not None:
             text = "Times an adapter was served by fetch because the preferred strategy can never fit the budget."
             yield self._counters("plora:strategy_fallbacks", text, (), {(): self._sources.fallbacks()})
+        if self._sources.near_data_failures is not None:
+            text = "Failures of the compute near the data; after the first, adapters and KV are served without it."
+            yield self._counters("plora:near_data_failures", text, (), {(): self._sources.near_data_failures()})
 
     def _memory_metrics(self) -> Iterator[Metric]:
         sources = self._sources

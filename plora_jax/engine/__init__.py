@@ -12,6 +12,7 @@ from plora_jax.engine.errors import (
     AdapterExistsError,
     EngineDeadError,
     GenerationFailedError,
+    NoPlanError,
     OverloadedError,
     UnknownAdapterError,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "Generation",
     "GenerationFailedError",
     "GenerationTimes",
+    "NoPlanError",
     "Observations",
     "OverloadedError",
     "RequestError",

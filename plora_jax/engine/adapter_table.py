@@ -14,7 +14,8 @@ from collections.abc import Callable
 from plora_jax.adapters.adapter import Adapter
 from plora_jax.engine.clock import Clock
 from plora_jax.engine.errors import AdapterExistsError, UnknownAdapterError
-from plora_jax.engine.residency import AdapterStorage
+from plora_jax.engine.placement import Reasons
+from plora_jax.engine.residency import AdapterPlacement, AdapterStorage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +30,10 @@ class AdapterStatus:
         device_bytes: bytes that it takes on the device as well.
         tier: "device" or "pool".
         strategy: LoRA strategy that serves it.
-        pinned: running sequences hold it where it is.
+        pinned: it does not leave the device for another adapter.
         in_flight: sequences that asked for it and have not ended.
         last_used_s: clock time of the last request, None where there was none.
+        reason: why that strategy, one line; None where nobody plans.
     """
 
     name: str
@@ -44,6 +46,7 @@ class AdapterStatus:
     pinned: bool
     in_flight: int
     last_used_s: float | None
+    reason: str | None = None
 
 
 @dataclasses.dataclass
@@ -65,24 +68,35 @@ class AdapterTable:
         base_name: name of the base model, which no adapter may take.
         clock: for the time of last use.
         post: runs a function on the engine's thread, soon.
+        reasons: why adapters are served as they are; None while nobody plans.
     """
 
     def __init__(
-        self, store: AdapterStorage, *, base_name: str, clock: Clock, post: Callable[[Callable[[], None]], None]
+        self,
+        store: AdapterStorage,
+        *,
+        base_name: str,
+        clock: Clock,
+        post: Callable[[Callable[[], None]], None],
+        reasons: Callable[[], Reasons | None] = lambda: None,
     ) -> None:
         self._store, self._base_name, self._clock, self._post = store, base_name, clock, post
+        self._reasons = reasons
         self._lock = threading.Lock()
         self._names: dict[str, _Load] = {}
         self._loads: dict[int, _Load] = {}
         self._loading: set[str] = set()
 
-    def load(self, name: str, read: Callable[[], Adapter], *, inplace: bool = False) -> AdapterStatus:
+    def load(
+        self, name: str, read: Callable[[], Adapter], *, inplace: bool = False, pinned: bool = False
+    ) -> AdapterStatus:
         """Reads an adapter in the caller's thread and gives it the name; the running steps go on meanwhile.
 
         Args:
             name: for clients.
             read: reads and checks the adapter.
             inplace: the name may stand for another load, which is then retired.
+            pinned: once it is on the device it does not leave for another adapter.
 
         Raises:
             AdapterExistsError: the name is taken or being loaded.
@@ -91,10 +105,10 @@ class AdapterTable:
         self._reserve(name, inplace)
         try:
             adapter = read()
-            self._store.put(adapter)
+            self._store.put(adapter, pinned=pinned)
             load = _Load(name, adapter.identity, adapter.path, adapter.max_rank)
             # Once it has its name, another thread may unload it.
-            status = self._status(load)
+            status = self._status(load, None)
             with self._lock:
                 replaced = self._names.get(name)
                 self._names[name] = self._loads[load.adapter_id] = load
@@ -153,6 +167,17 @@ class AdapterTable:
         if last:
             self._store.retire(adapter_id)
 
+    def id_of(self, name: str) -> int:
+        """The identity of the load that a name stands for.
+
+        Raises:
+            UnknownAdapterError: there is no such name.
+        """
+        load = self._names.get(name)
+        if load is None:
+            raise UnknownAdapterError(name)
+        return load.adapter_id
+
     def name_of(self, adapter_id: int) -> str | None:
         """The name a load was given; None for the base model and for loads that are gone."""
         load = self._loads.get(adapter_id)
@@ -162,10 +187,10 @@ class AdapterTable:
         """All adapters that have a name, in the order of their names."""
         with self._lock:
             loads = sorted(self._names.values(), key=lambda load: load.name)
-        statuses = []
+        statuses, reasons = [], self._reasons()
         for load in loads:
             try:
-                statuses.append(self._status(load))
+                statuses.append(self._status(load, reasons))
             except KeyError:
                 # Unloaded between the two looks.
                 continue
@@ -191,7 +216,7 @@ class AdapterTable:
     def _drop(self, load: _Load) -> None:
         self._post(lambda: self._store.retire(load.adapter_id))
 
-    def _status(self, load: _Load) -> AdapterStatus:
+    def _status(self, load: _Load, reasons: Reasons | None) -> AdapterStatus:
         placement = self._store.status(load.adapter_id)
         return AdapterStatus(
             name=load.name,
@@ -201,7 +226,14 @@ class AdapterTable:
             device_bytes=placement.device_bytes,
             tier=placement.tier,
             strategy=placement.strategy,
-            pinned=placement.references > 0,
+            pinned=placement.pinned,
             in_flight=load.in_flight,
             last_used_s=load.last_used_s,
+            reason=None if reasons is None else _reason(reasons.short(load.adapter_id), placement),
         )
+
+
+def _reason(planned: str, placement: AdapterPlacement) -> str:
+    if placement.moving:
+        return f"on its way to {placement.moving}, {placement.missing_bytes:,} bytes are still to come; {planned}"
+    return planned

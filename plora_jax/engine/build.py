@@ -17,6 +17,7 @@ from memory_pool.kv_pool import KvPool
 from memory_pool.layout import PageLayout
 from memory_pool.ledger import Ledger
 from memory_pool.link import TENSOR_AXIS
+from memory_pool.near_unit import NearDataUnit
 from memory_pool.page_memory import PageMemory
 from memory_pool.pages import PageAllocator
 from memory_pool.pool_pages import PoolPages
@@ -26,11 +27,12 @@ from plora_jax.checkpoints import LoadedModel, load_config, load_model
 from plora_jax.config import ModelConfig
 from plora_jax.engine.batch import PREFILL_BLOCK
 from plora_jax.engine.budget import SchedulerConfig
+from plora_jax.engine.build_planner import make_planner
 from plora_jax.engine.compile import use_persistent_cache
 from plora_jax.engine.engine import Engine
 from plora_jax.engine.engine_config import EngineConfig
 from plora_jax.engine.executor import JaxExecutor
-from plora_jax.engine.plan import Sequence
+from plora_jax.engine.near_guard import AttentionChoice, NearDataGuard
 from plora_jax.engine.traffic import LAYER_GROUPS
 from plora_jax.parallel import EMBEDDING, HEAD, TensorParallel
 from plora_jax.tokenizer import load_tokenizer
@@ -38,11 +40,11 @@ from strategies.strategy_table import LORA
 
 MB, GB = 2**20, 2**30
 
-AUTO_LORA = ("resident", "near_data")
-"""Served on the device where there is room at once, else where the adapter is: nothing waits, nothing is fetched."""
+UNPLANNED_LORA = "near_data"
+"""Serves adapters that no plan has come to: nothing waits, and nothing is copied."""
 
-AUTO_ATTENTION = "distributed"
-"""Pages that the device does not hold are read where they are."""
+UNPLANNED_ATTENTION = "distributed"
+"""Pages that the device does not hold are read where they are until a plan says otherwise."""
 
 
 class Progress:
@@ -70,6 +72,7 @@ class Deployment:
         ledger: bytes that crossed the link.
         executor: carries out steps.
         probe: what the backend can do of what the pool needs.
+        near_data: the compute near the data; `fail` it to see how the engine goes on without.
         weight_bytes: bytes of the base weights, all devices together.
     """
 
@@ -83,6 +86,7 @@ class Deployment:
     ledger: Ledger
     executor: JaxExecutor
     probe: ProbeReport
+    near_data: NearDataUnit
     weight_bytes: int
 
     @property
@@ -148,6 +152,7 @@ def build_engine(
         token_bytes=memory.page_bytes // config.page_tokens,
         ledger=ledger,
     )
+    unit, attention = NearDataUnit(), _attention(config)
     progress.stage("programs")
     executor = JaxExecutor(
         loaded.config,
@@ -159,9 +164,22 @@ def build_engine(
         max_model_len=limits.max_model_len,
         max_lora_rank=config.max_lora_rank,
         adapters=adapters,
-        attention_of=_attention_of(config.attention_strategy),
+        attention_of=attention,
         ledger=ledger,
+        guard=NearDataGuard(unit, adapters, attention).check,
         progress=progress.advance,
+    )
+    name = default_model_name(loaded)
+    planner = make_planner(
+        config,
+        loaded.config,
+        name=name,
+        memory=memory,
+        adapters=adapters,
+        kv=kv,
+        attention=attention,
+        unit=unit,
+        decode_rows=[bucket.decode_rows for bucket in executor.buckets if not bucket.prefill_tokens],
     )
     engine = Engine(
         executor=executor,
@@ -172,8 +190,9 @@ def build_engine(
         load_adapter=_adapter_reader(loaded.config, params, dtype=dtype, max_lora_rank=config.max_lora_rank),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=loaded.config.eos_token_ids,
-        model_name=model_name or default_model_name(loaded),
+        model_name=model_name or name,
         seed=config.seed,
+        planner=planner,
     )
     use_huge_pages([memory.pool, memory.adapters, memory.kv])
     return Deployment(
@@ -187,6 +206,7 @@ def build_engine(
         ledger=ledger,
         executor=executor,
         probe=report,
+        near_data=unit,
         weight_bytes=_tree_bytes(params),
     )
 
@@ -299,7 +319,7 @@ def _adapter_pool(
         pages,
         ledger=ledger,
         needs={name: strategy.needs for name, strategy in LORA.items()},
-        preferred=AUTO_LORA if config.lora_strategy == "auto" else (config.lora_strategy,),
+        preferred=(UNPLANNED_LORA if config.lora_strategy == "auto" else config.lora_strategy,),
         groups=[*groups, (EMBEDDING,), (HEAD,)],
         max_rank=config.max_lora_rank,
         placement="striped" if config.pool_placement == "striped" else "pinned",
@@ -307,9 +327,9 @@ def _adapter_pool(
     )
 
 
-def _attention_of(strategy: str) -> Callable[[Sequence], str]:
-    chosen = AUTO_ATTENTION if strategy == "auto" else strategy
-    return lambda sequence: chosen
+def _attention(config: EngineConfig) -> AttentionChoice:
+    forced = config.attention_strategy
+    return AttentionChoice(UNPLANNED_ATTENTION if forced == "auto" else forced)
 
 
 def _adapter_reader(

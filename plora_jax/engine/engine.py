@@ -20,11 +20,12 @@ from plora_jax.adapters.adapter import Adapter
 from plora_jax.engine.adapter_table import AdapterStatus, AdapterTable
 from plora_jax.engine.budget import SchedulerConfig
 from plora_jax.engine.clock import Clock, SystemClock
-from plora_jax.engine.errors import OverloadedError
+from plora_jax.engine.errors import NoPlanError, OverloadedError
 from plora_jax.engine.generation import Generation
 from plora_jax.engine.loop import EngineLoop, Live
 from plora_jax.engine.outputs import Completion
 from plora_jax.engine.params import RequestError, SamplingParams
+from plora_jax.engine.placement import PlacementPlanner, PlanExplanation, Reasons
 from plora_jax.engine.plan import Executor
 from plora_jax.engine.requests import make_sequence, resolve_request
 from plora_jax.engine.residency import AdapterStorage, NoAdapters
@@ -49,6 +50,7 @@ class Engine:
         model_name: name of the base model; no adapter may take it.
         clock: where times come from; the machine's by default.
         seed: of the random draws of requests that bring no seed.
+        planner: who is served how; None where that is fixed.
 
     Raises:
         ValueError: the limits contradict each other, the KV pages or the executor.
@@ -68,6 +70,7 @@ class Engine:
         model_name: str,
         clock: Clock | None = None,
         seed: int = 0,
+        planner: PlacementPlanner | None = None,
     ) -> None:
         if executor.max_decode_rows < scheduler_config.max_num_seqs:
             raise ValueError(
@@ -81,11 +84,19 @@ class Engine:
         self._read_adapter = load_adapter
         self._scheduler = Scheduler(scheduler_config, kv, store)
         self._recorder = Recorder()
+        self._planner = planner
         self._loop = EngineLoop(
-            executor, self._scheduler, recorder=self._recorder, clock=self.clock, release=self._release_adapter
+            executor,
+            self._scheduler,
+            recorder=self._recorder,
+            clock=self.clock,
+            release=self._release_adapter,
+            planner=planner,
         )
         store.between_steps = self._loop.run_between_steps
-        self._table = AdapterTable(store, base_name=model_name, clock=self.clock, post=self._loop.post)
+        self._table = AdapterTable(
+            store, base_name=model_name, clock=self.clock, post=self._loop.post, reasons=self._reasons
+        )
         self._random = random.Random(seed)
         self._seq_ids = itertools.count(1)
 
@@ -183,23 +194,25 @@ class Engine:
                 generation.cancel()
         return completions
 
-    def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> AdapterStatus:
+    def load_adapter(self, name: str, path: str, *, load_inplace: bool = False, pinned: bool = False) -> AdapterStatus:
         """Reads an adapter from disk and serves it under a name. Running streams go on meanwhile.
 
         Args:
             name: for clients.
             path: where the `load_adapter` given to the constructor finds it.
             load_inplace: the name may be taken; requests in flight then end with the old load.
+            pinned: once it is on the device it does not leave for another adapter; a planner serves it from there
+                as far as device memory goes.
 
         Raises:
             AdapterExistsError: the name is taken or being loaded.
             AdapterError, FileNotFoundError, ...: whatever reading or storing it raises; the name stays as it was.
         """
-        return self._table.load(name, lambda: self._read_adapter(name, path), inplace=load_inplace)
+        return self._table.load(name, lambda: self._read_adapter(name, path), inplace=load_inplace, pinned=pinned)
 
-    def add_adapter(self, adapter: Adapter, *, load_inplace: bool = False) -> AdapterStatus:
+    def add_adapter(self, adapter: Adapter, *, load_inplace: bool = False, pinned: bool = False) -> AdapterStatus:
         """Serves an adapter that is in memory, under its own name; else as `load_adapter`."""
-        return self._table.load(adapter.name, lambda: adapter, inplace=load_inplace)
+        return self._table.load(adapter.name, lambda: adapter, inplace=load_inplace, pinned=pinned)
 
     def unload_adapter(self, name: str) -> None:
         """Takes an adapter's name away at once; its memory is freed when the last request that uses it ends.
@@ -212,6 +225,21 @@ class Engine:
     def adapters(self) -> list[AdapterStatus]:
         """All adapters that requests may name, in the order of their names. Any thread."""
         return self._table.statuses()
+
+    def explain_adapter(self, name: str) -> PlanExplanation:
+        """Why an adapter is served as it is: every strategy, and what it would change. Any thread.
+
+        Raises:
+            UnknownAdapterError: no such adapter.
+            NoPlanError: strategies are forced, or no plan has been made since the adapter came.
+        """
+        adapter_id, reasons = self._table.id_of(name), self._reasons()
+        found = None if reasons is None else reasons.long(adapter_id, name)
+        if found is not None:
+            return found
+        if self._planner is None or not self._planner.plans_adapters:
+            raise NoPlanError("no plan: adapters are served by the strategy of --lora_strategy; start with auto")
+        raise NoPlanError(f"no plan has been made since adapter {name!r} was loaded: plans are made while requests run")
 
     def stats(self) -> EngineStats:
         """Counters and gauges of now. Any thread."""
@@ -300,6 +328,9 @@ class Engine:
             if last_try:
                 raise
             return None
+
+    def _reasons(self) -> Reasons | None:
+        return None if self._planner is None else self._planner.reasons()
 
     def _release_adapter(self, adapter_id: int) -> None:
         self._table.release(adapter_id)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from memory_pool.figures import HardwareError
+from memory_pool.hardware import parse_hardware, parse_link
 from plora_jax.checkpoints import DEFAULT_MODEL
+from plora_jax.engine.plan_worker import POLICIES
 from strategies.strategy_table import ATTENTION, LORA
 
 DEFAULT_CACHE_DIR = "~/.cache/plora_jax/xla"
@@ -27,11 +30,16 @@ class EngineConfig:
         seed: of the random draws of requests that bring no seed.
         enable_lora: serve adapters.
         max_lora_rank: largest rank of an adapter.
-        lora_strategy: "auto" (resident where there is room, else near_data), or one that is preferred: "resident",
-            "fetch", "near_data" or "split". An adapter waits for room while others hold it; one that can never have
-            room is served by fetch.
-        attention_strategy: what attends to KV pages that are not on the device: "auto" (distributed), "local" or
-            "distributed".
+        lora_strategy: "auto" (planned for all adapters together while the server runs), or one that is preferred:
+            "resident", "fetch", "near_data" or "split". An adapter waits for room while others hold it; one that can
+            never have room is served by fetch.
+        attention_strategy: what attends to KV pages that are not on the device: "auto" (planned, as is how many are),
+            "local" or "distributed".
+        hardware: what plans are made for: a preset, a file as launch.calibrate writes it, or "auto": this machine's
+            file where there is one, else the preset of its device.
+        link: a preset, or GB/s:latency_ns, instead of the hardware's link.
+        planner: who plans: "joint" (all adapters and KV at once), "paper" (its memory manager) or "lru".
+        plan_interval_steps: least steps between two plans.
         tensor_parallel_size: devices that share the model; heads and FFN width must divide by it.
         pool_memory_gb: memory of the pool, GB of 2^30 bytes, all devices together: every adapter and the KV cache.
         pool_devices: pool devices that the memory belongs to, in equal parts.
@@ -54,6 +62,10 @@ class EngineConfig:
     max_lora_rank: int = 64
     lora_strategy: str = "auto"
     attention_strategy: str = "auto"
+    hardware: str = "auto"
+    link: str | None = None
+    planner: str = "joint"
+    plan_interval_steps: int = 16
     tensor_parallel_size: int = 1
     pool_memory_gb: float = 2.0
     pool_devices: int = 1
@@ -75,6 +87,7 @@ class EngineConfig:
                 "max_lora_rank",
                 "tensor_parallel_size",
                 "pool_devices",
+                "plan_interval_steps",
                 "device_adapter_mb",
                 "device_kv_mb",
             )
@@ -90,9 +103,11 @@ class EngineConfig:
             ("lora_strategy", ("auto", *LORA)),
             ("attention_strategy", ("auto", *ATTENTION)),
             ("pool_placement", ("pinned", "striped")),
+            ("planner", POLICIES),
         ):
             if (value := getattr(self, name)) not in choices:
                 problems.append(f"--{name} must be one of {', '.join(choices)}, got {value!r}")
+        problems += self._hardware_problems()
         if not problems and self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(
                 f"--max_num_batched_tokens {self.max_num_batched_tokens} is below --max_num_seqs {self.max_num_seqs}: "
@@ -100,3 +115,17 @@ class EngineConfig:
             )
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _hardware_problems(self) -> list[str]:
+        problems = []
+        try:
+            if self.hardware != "auto":
+                parse_hardware(self.hardware)
+        except HardwareError as error:
+            problems.append(f"--hardware: {error}")
+        try:
+            if self.link is not None:
+                parse_link(self.link)
+        except HardwareError as error:
+            problems.append(f"--link: {error}")
+        return problems

@@ -33,6 +33,10 @@ class AdapterExistsError(ValueError):
         self.name = name
 
 
+class NoPlanError(ValueError):
+    """There is no plan that could be explained; says why."""
+
+
 class OverloadedError(RuntimeError):
     """As many requests are in flight as the engine admits; the same request may succeed later.
 

@@ -60,6 +60,7 @@ class JaxExecutor:
         adapters: where adapters are; None serves the base model only.
         attention_of: "local" or "distributed", for a sequence's KV pages that are not on the device.
         ledger: told what each step moves over the link.
+        guard: called before each step is packed; it may change who is served how.
         kernels: implementations to use; by default the best for the platform.
         progress: told (programs compiled, programs in all) during warm-up.
     """
@@ -78,11 +79,12 @@ class JaxExecutor:
         adapters: AdapterPool | None,
         attention_of: Callable[[PlannedSequence], str],
         ledger: Ledger,
+        guard: Callable[[], None] = lambda: None,
         kernels: Kernels | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._adapters, self._dtype = adapters, np.dtype(dtype)
-        self._memory, self._ledger, self._attention_of = memory, ledger, attention_of
+        self._memory, self._ledger, self._attention_of, self._guard = memory, ledger, attention_of, guard
         self.decoder = Decoder(config, num_shards=memory.num_shards)
         self._params = pack_params(params, self.decoder.parallel)
         self.param_specs = packed_specs(self._params, self.decoder.parallel)
@@ -125,6 +127,7 @@ class JaxExecutor:
         Returns:
             One result a row, in order.
         """
+        self._guard()
         bucket = pick_bucket(self.buckets, plan)
         program = self.programs[bucket]
         built = program.builder.build(plan, placed=self._placed)

@@ -17,6 +17,7 @@ from plora_jax.engine.clock import Clock
 from plora_jax.engine.errors import EngineDeadError, OverloadedError
 from plora_jax.engine.generation import Generation
 from plora_jax.engine.outputs import Delta
+from plora_jax.engine.placement import PlacementPlanner
 from plora_jax.engine.plan import Executor, Row, RowResult, Sequence, StepPlan
 from plora_jax.engine.scheduler import Scheduler
 from plora_jax.engine.stats import Recorder
@@ -79,6 +80,7 @@ class EngineLoop:
         recorder: counts.
         clock: where times come from.
         release: told the adapter id of each sequence that ended, when it holds nothing any more.
+        planner: who is served how; None where that is fixed.
     """
 
     def __init__(
@@ -89,9 +91,10 @@ class EngineLoop:
         recorder: Recorder,
         clock: Clock,
         release: Callable[[int], None],
+        planner: PlacementPlanner | None = None,
     ) -> None:
         self._executor, self._scheduler, self._recorder = executor, scheduler, recorder
-        self._clock, self._release = clock, release
+        self._clock, self._release, self._planner = clock, release, planner
         self._max_live = scheduler.config.max_num_seqs + scheduler.config.max_waiting
         self._lock = threading.Lock()  # over what clients share with the loop: _live, _closing, _dead
         self._live: dict[int, Live] = {}
@@ -227,10 +230,11 @@ class EngineLoop:
         with self._stepping:
             self._run_commands()
             self._run_task()
+            moved = self._move()
             plan = self._plan()
             for row, result in self._execute(plan):
                 self._advance(row, result)
-            return bool(plan.rows)
+            return moved or bool(plan.rows)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless what is in flight is what the scheduler holds. Between steps only."""
@@ -270,6 +274,8 @@ class EngineLoop:
         with self._stepping:
             self._run_commands()
             self._abort(lambda live: True)
+            if self._planner is not None:
+                self._planner.close()
 
     def _run_commands(self) -> None:
         while True:
@@ -299,6 +305,15 @@ class EngineLoop:
             if live.stream.sequence.seq_id in self._live:
                 self._scheduler.add(live.stream.sequence)
 
+    def _move(self) -> bool:
+        """What the planner does between two steps; returns whether anything was copied."""
+        if self._planner is None or self._dead is not None:
+            return False
+        turn = self._planner.between_steps(self._scheduler.running)
+        if turn.planned_s is not None:
+            self._recorder.planned(turn.planned_s)
+        return turn.moved_pages > 0
+
     def _plan(self) -> StepPlan:
         if self._dead is not None:
             return StepPlan(())
@@ -308,6 +323,8 @@ class EngineLoop:
         now = self._clock.now()
         for row in plan.rows:
             self._recorder.scheduled(self._live[row.sequence.seq_id].generation, now)
+        if self._planner is not None:
+            self._planner.observe(plan)
         return plan
 
     def _execute(self, plan: StepPlan) -> list[tuple[Row, RowResult]]:

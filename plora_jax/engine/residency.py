@@ -37,6 +37,12 @@ class AdapterPlacement(Protocol):
     def device_bytes(self) -> int: ...
     @property
     def references(self) -> int: ...
+    @property
+    def pinned(self) -> bool: ...
+    @property
+    def moving(self) -> str: ...
+    @property
+    def missing_bytes(self) -> int: ...
 
 
 class AdapterStorage(AdapterResidency, Protocol):
@@ -49,8 +55,12 @@ class AdapterStorage(AdapterResidency, Protocol):
 
     between_steps: Callable[[Callable[[], None]], None]
 
-    def put(self, adapter: Adapter, /) -> None:
+    def put(self, adapter: Adapter, /, *, pinned: bool = False) -> None:
         """Takes an adapter in, under its identity. Called from the thread that loads it.
+
+        Args:
+            adapter: with its matrices.
+            pinned: once it is on the device it does not leave for another adapter.
 
         Raises:
             ValueError: it can never be served; the message says why.
@@ -81,7 +91,7 @@ class NoAdapters:
     def release(self, adapter_id: int) -> None:
         raise KeyError(adapter_id)
 
-    def put(self, adapter: Adapter, /) -> None:
+    def put(self, adapter: Adapter, /, *, pinned: bool = False) -> None:
         raise AdapterError(f"adapter {adapter.name!r} is refused: this server has --enable_lora=false")
 
     def retire(self, adapter_id: int) -> None:

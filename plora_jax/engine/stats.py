@@ -54,6 +54,7 @@ class Observations(NamedTuple):
         queue_s: from arrival to the first step that computes a part of it, a request.
         prompt_tokens: a request.
         generation_tokens: a completion.
+        planner_s: a plan, from the snapshot to the decision.
     """
 
     time_to_first_token_s: list[float]
@@ -62,6 +63,7 @@ class Observations(NamedTuple):
     queue_s: list[float]
     prompt_tokens: list[int]
     generation_tokens: list[int]
+    planner_s: list[float]
 
 
 class Recorder:
@@ -105,6 +107,10 @@ class Recorder:
         generation.times.finished_s = now
         self._observe("prompt_tokens", generation.prompt_tokens)
         self._observe("e2e_s", now - generation.times.arrival_s)
+
+    def planned(self, seconds: float) -> None:
+        """A plan was made and holds now."""
+        self._observe("planner_s", seconds)
 
     def counters(self) -> tuple[int, int, dict[str, int]]:
         """(prompt tokens, generation tokens, ended completions by reason)."""

@@ -16,7 +16,7 @@ from memory_pool.link import TENSOR_AXIS
 from plora_jax.adapters import load_adapter
 from plora_jax.engine import Engine, SamplingParams
 from plora_jax.engine.batch import pick_bucket
-from plora_jax.engine.build import AUTO_LORA, Deployment, EngineConfig, build_engine
+from plora_jax.engine.build import Deployment, EngineConfig, build_engine
 from plora_jax.engine.plan import RowResult, StepPlan
 from plora_jax.engine.step import PagedContext, open_parcels
 
@@ -30,6 +30,7 @@ NOT_SERVED = {
     "dora": "DoRA",
 }
 SERVED = [name for name in INDEX["adapters"] if name not in NOT_SERVED]
+PREFERRED = ("resident", "near_data")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=1)
 
 
@@ -51,8 +52,8 @@ class LogitsRecorder:
 
         def logits(params, pool, adapters, kv, parcels):
             inputs = open_parcels(parcels, packing)
-            # What `auto` chooses: the other lanes are empty, and leaving them out halves the compilation.
-            lora, control = ({p: {n: x[n] for n in AUTO_LORA if n in x} for p, x in y.items()} for y in inputs[3:])
+            # Those that `deploy` has: the other lanes are empty, and leaving them out halves the compilation.
+            lora, control = ({p: {n: x[n] for n in PREFERRED if n in x} for p, x in y.items()} for y in inputs[3:])
             inputs = inputs._replace(lora=lora, lora_control=control)
             context = PagedContext(decoder, inputs, pool, adapters, setting=self.inner.setting)
             x = decoder.embed(params, inputs.tokens.tokens, np.float32, context=context)
@@ -89,7 +90,10 @@ class LogitsRecorder:
 
 
 def deploy(model: str, **options) -> Deployment:
-    """A small deployment of a pack model in float32."""
+    """A small deployment of a pack model in float32, which plans nothing unless it is asked to.
+
+    Adapters are served by the first of PREFERRED that has room, unless `options` say otherwise.
+    """
     settings = {
         "dtype": "float32",
         "max_model_len": 256,
@@ -100,7 +104,11 @@ def deploy(model: str, **options) -> Deployment:
         "device_adapter_mb": 4,
         "compilation_cache_dir": None,
     }
-    return build_engine(EngineConfig(model=str(PACK / "models" / model), **(settings | options)))
+    forced = {"lora_strategy": PREFERRED[0], "attention_strategy": "distributed"}
+    built = build_engine(EngineConfig(model=str(PACK / "models" / model), **(settings | forced | options)))
+    if built.adapters and "lora_strategy" not in options:
+        built.adapters._preferred = PREFERRED
+    return built
 
 
 def engine_over(deployment: Deployment, executor, *, chunk: int | None) -> Engine:

@@ -159,6 +159,9 @@ class FakePlacement:
     strategy: str = "resident"
     pool_bytes: int = 1000
     device_bytes: int = 0
+    pinned: bool = False
+    moving: str = ""
+    missing_bytes: int = 0
 
 
 class FakeStore:
@@ -168,14 +171,17 @@ class FakeStore:
         self.room, self.sizes = room, sizes or {}
         self.references: collections.Counter[int] = collections.Counter()
         self.kept: set[int] = set()
+        self.pinned: set[int] = set()
         self.chunks = 1
         self.written_by: list[str] = []
         self.between_steps: Callable[[Callable[[], None]], None] = lambda function: function()
 
-    def put(self, adapter: Adapter, /) -> None:
+    def put(self, adapter: Adapter, /, *, pinned: bool = False) -> None:
         for _ in range(self.chunks):
             self.between_steps(lambda: self.written_by.append(threading.current_thread().name))
         self.kept.add(adapter.identity)
+        if pinned:
+            self.pinned.add(adapter.identity)
 
     def can_acquire(self, adapter_id: int) -> bool:
         taken = sum(self.sizes.get(held, 1) for held in +self.references)
@@ -198,7 +204,7 @@ class FakeStore:
         if adapter_id not in self.kept:
             raise KeyError(adapter_id)
         held = self.references[adapter_id]
-        return FakePlacement("device" if held else "pool", held)
+        return FakePlacement("device" if held else "pool", held, pinned=adapter_id in self.pinned)
 
 
 def make_config(**changes: int | None) -> SchedulerConfig:

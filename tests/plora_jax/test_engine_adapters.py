@@ -16,7 +16,7 @@ from tests.plora_jax.engine_fakes import make_rig
 
 def test_adapter_is_listed_with_what_is_known_of_it() -> None:
     rig = make_rig()
-    rig.engine.load_adapter("b", "/adapters/b")
+    rig.engine.load_adapter("b", "/adapters/b", pinned=True)
     rig.engine.load_adapter("a", "/adapters/a")
     rig.clock.time_s = 7.0
     rig.engine.submit([5], SamplingParams(n=2), adapter="b")
@@ -30,6 +30,7 @@ def test_adapter_is_listed_with_what_is_known_of_it() -> None:
         None,
     )
     assert (second.name, second.tier, second.pinned, second.in_flight) == ("b", "device", True, 2)
+    assert (first.pinned, first.reason) == (False, None)
     assert (second.last_used_s, second.strategy, second.nbytes) == (7.0, "resident", 1000)
     assert rig.engine.stats().running_adapters == ("b",)
 
