@@ -2,13 +2,14 @@
 
 A function takes the sum of its terms, so compute and reads add up on either side. What a lane costs whoever is in it
 (calls, all rows of the program) is charged once; adapters add what depends on them. Chunks of `fetch` are full but for
-half a chunk of every projection, and rounds of `local` but for half a round: what rounding up costs on average.
+half a chunk or less of every projection, and rounds of `local` but for half a round: what rounding up costs on average.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
 
@@ -41,6 +42,7 @@ from strategies.cost.quantities import (
 )
 from strategies.cost.shapes import ModelShape
 from strategies.lanes import SCRATCH_PAGES
+from strategies.low_rank import CHUNK_ROWS
 from strategies.planner.problem import RESOURCES
 
 _SERIAL = len(RESOURCES)
@@ -87,8 +89,11 @@ class CalibratedModel:
         return LoraLoads(load_s, serial_s)
 
     def lanes(self, touched: np.ndarray, size: StepSize) -> LoraLoads:
-        """As `CostModel.lanes`; a lane runs in all phases that adapters may change."""
-        spare = 0.5 * touched[self.shape.phase_of]
+        """As `CostModel.lanes`; a lane runs in all phases that adapters may change.
+
+        Components come in multiples of the ranks' common divisor, and so does what is missing in the last chunk."""
+        missing = 1 - math.gcd(size.grain, CHUNK_ROWS) / CHUNK_ROWS
+        spare = 0.5 * missing * touched[self.shape.phase_of]
         amounts = lane_amounts(self.shape, rows=size.rows, max_rank=size.max_rank, spare_chunks=spare)
         work = np.stack([amounts[name] for name in LANE_AMOUNTS], axis=-1)
         found = np.einsum("fk,ksr->sfr", work, self._of_lanes)

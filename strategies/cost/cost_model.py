@@ -22,6 +22,7 @@ class StepSize(NamedTuple):
         sampled: rows that the head is applied to.
         max_rank: widest product with A that the program has room for.
         striped: adapters lie on all pool devices.
+        grain: number that divides the ranks of all adapters with tokens.
     """
 
     tokens: int
@@ -29,6 +30,7 @@ class StepSize(NamedTuple):
     sampled: int
     max_rank: int
     striped: bool = False
+    grain: int = 1
 
 
 class LoraLoads(NamedTuple):

@@ -103,6 +103,7 @@ def plan_problem(
         sampled=len(kv.contexts) if sampled is None else sampled,
         max_rank=int(adapters.ranks.max(initial=0)),
         striped=bool((home == STRIPED).any()),
+        grain=int(np.gcd.reduce(adapters.ranks[tokens > 0].astype(int), axis=None)),
     )
     loads, lanes = _adapter_loads(model, adapters, tokens, home == STRIPED, size), _lane_loads(model, adapters, size)
     base, work = model.base(size), attention_work(model.shape, kv)

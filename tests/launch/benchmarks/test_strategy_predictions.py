@@ -33,8 +33,9 @@ def test_prediction_is_the_sum_of_terms_and_the_plans_is_near():
     for name in STRATEGIES:
         quantities = lane_quantities(SHAPE, all_ranks(SHAPE, [16] * 8), np.full(8, 4.0), strategy=name, rows=32)
         assert found.step_s[name] == predicted_s(some_calibration(), quantities)
-        # Chunks of `fetch`: two full ones, of which the plan problem makes two and a half.
-        assert found.planned_s[name] / found.step_s[name] == pytest.approx(1.25 if name == "fetch" else 1.0, rel=0.06)
+        # Chunks of `fetch`: two full ones, to which the plan problem adds what multiples of 16 leave empty on average.
+        chunks = 2.375 / 2 if name == "fetch" else 1.0
+        assert found.planned_s[name] / found.step_s[name] == pytest.approx(chunks, rel=0.06)
 
 
 def test_choice_is_the_fastest_that_fits():
@@ -57,7 +58,7 @@ def test_prediction_needs_a_calibration():
 
 def some_prediction(factor: float) -> Prediction:
     """Of what takes 1, 8, 2 and 4 s."""
-    step_s = dict(zip(STRATEGIES, (1.0 * factor, 8.0 * factor, 2.0, 4.0), strict=True))
+    step_s: dict[str, float] = dict(zip(STRATEGIES, (1.0 * factor, 8.0 * factor, 2.0, 4.0), strict=True))
     mix = Choice(BUDGETS[1], {"near_data": 3, "split": 5}, ("fetch", "near_data"))
     return Prediction(step_s, step_s, (Choice(BUDGETS[0], {"near_data": 8}, STRATEGIES), mix))
 
