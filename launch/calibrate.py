@@ -7,8 +7,8 @@
 
 Measures memory, matrix products, the link in each direction, and every LoRA and attention strategy with the near-data
 functions that they are made of, on cold pages; fits the seconds of a call, a byte and a FLOP of each function to them;
-prints the fit against what was measured, and draws it beside the file. Check a file on other points with
-python -m launch.bench strategies --hardware=FILE. Progress goes to standard error.
+times the base model; prints the fit against what was measured, and draws it beside the file. Check a file on other
+points with python -m launch.bench strategies --hardware=FILE. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from launch.benchmarks.calibration_points import TINY, USUAL
 from launch.benchmarks.calibration_programs import Bench
 from launch.benchmarks.calibration_report import report_text, save_plot
 from launch.benchmarks.cold_pages import ColdPages, cold_size
-from launch.benchmarks.model_shape import shape_of_config
 from launch.benchmarks.strategy_programs import model_of
 from launch.console import StageLog
 from launch.flags import StartError
 from memory_pool.hardware import save_hardware
 from memory_pool.probe import probe
-from plora_jax.checkpoints import load_config
-from plora_jax.engine.build import EngineConfig
+from plora_jax.checkpoints import LoadedModel, WeightsError, load_config, load_model
+from plora_jax.engine.build import EngineConfig, default_model_name
+from plora_jax.engine.machine import calibration_path, shape_of_model
 from strategies.kernel_tables import choose_kernels
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -46,8 +46,9 @@ class Calibrating:
 
     Attributes:
         output: hardware file to write; None for hardware-HOST.json in ~/.cache/plora_jax.
-        model: base model whose shapes are used, as for `serve`; its weights are not.
+        model: base model whose shapes are used, as for `serve`.
         dtype: of adapters, keys and values: bfloat16, float16 or float32.
+        base_steps: also time steps of the base model, for which its weights are read.
         points: how many points are measured: usual, or tiny to try the command out.
         runs: measured rounds, after one to warm up; figures are medians over them.
         data_mb: data to cycle through, MB of 2^20 bytes, in the pool and as much on the device; None for four times
@@ -57,6 +58,7 @@ class Calibrating:
     output: str | None = None
     model: str = EngineConfig.model
     dtype: str = "bfloat16"
+    base_steps: bool = True
     points: str = "usual"
     runs: int = 5
     data_mb: int | None = None
@@ -64,7 +66,7 @@ class Calibrating:
     @property
     def path(self) -> pathlib.Path:
         """Of the file."""
-        return default_path() if self.output is None else pathlib.Path(self.output).expanduser()
+        return calibration_path() if self.output is None else pathlib.Path(self.output).expanduser()
 
     def validate(self) -> None:
         """Raises StartError naming every field that cannot be, its value and what is allowed."""
@@ -82,11 +84,6 @@ class Calibrating:
             problems.append(f"--output {self.output!r} is a directory: name a file in it, such as hardware.json")
         if problems:
             raise StartError("; ".join(problems))
-
-
-def default_path() -> pathlib.Path:
-    """Where the hardware file of this machine is."""
-    return pathlib.Path("~/.cache/plora_jax").expanduser() / f"hardware-{platform.node() or 'local'}.json"
 
 
 def run_calibration(options: Calibrating, *, log: StageLog) -> Calibrated:
@@ -109,12 +106,26 @@ def run_calibration(options: Calibrating, *, log: StageLog) -> Calibrated:
     except (OSError, ValueError) as error:
         raise StartError(str(error)) from error
     model = model_of(config, jax.numpy.dtype(options.dtype))
-    shape = shape_of_config(config, name=options.model, item_bytes=model.layout.dtype.itemsize)
+    base = _base_model(options, log) if options.base_steps else None
+    name = options.model if base is None else default_model_name(base)
+    shape = shape_of_model(config, name=name, item_bytes=model.layout.dtype.itemsize)
     size = cold_size(None if options.data_mb is None else options.data_mb * 2**20)
     log.say("data", f"filling {size.num_bytes / 1e6:.0f} MB of pages in the pool and on the device")
     cold = ColdPages(model.layout, num_bytes=size.num_bytes)
-    bench = Bench(model, shape, cold, choose_kernels().decode)
+    bench = Bench(model, shape, cold, choose_kernels().decode, base)
     return calibrate(bench, DESIGNS[options.points], name=platform.node() or "local", runs=options.runs, log=log)
+
+
+def _base_model(options: Calibrating, log: StageLog) -> LoadedModel:
+    """In the dtype of the calibration where weights can have it."""
+    dtype = "auto" if options.dtype == "float16" else options.dtype
+    log.stage("weights")
+    try:
+        loaded = load_model(options.model, dtype=dtype, progress=log.advance)
+    except (OSError, WeightsError) as error:
+        raise StartError(f"{error}; --nobase_steps goes without the weights") from error
+    log.end()
+    return loaded
 
 
 def main() -> None:

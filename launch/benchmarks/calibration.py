@@ -92,7 +92,7 @@ def calibrate(bench: Bench, design: Design, *, name: str, runs: int, log: StageL
     fitted = [t._replace(fitted_s=t.seconds * (1 + e)) for t, e in zip(fitted, fit.errors, strict=True)]
     timed = [*fitted, *(t for t in timed if not t.quantities)]
     kept = {what: value for what, value in fit.coefficients.items() if not what.startswith(f"{FRAME}.")}
-    calibration = calibration_of(kept)
+    calibration = calibration_of(kept, base_steps=_base_steps(bench, design, timed))
     found = Calibrated(_hardware(name, timed, streams), timed, streams)
     source = (
         f"{usable_cores()} cores of {cpu_name()}, {datetime.date.today().isoformat()}, {len(timed)} programs, "
@@ -148,6 +148,19 @@ def _hardware(name: str, timed: Sequence[Timed], streams: Sequence[float]) -> Ha
         ),
         shared=frozenset((CORES, MEMORY)),
     )
+
+
+def _base_steps(bench: Bench, design: Design, timed: Sequence[Timed]) -> dict[str, list[tuple[float, float]]]:
+    """Steps of the base model with lanes that are all empty."""
+    if bench.base is None:
+        return {}
+    seconds = {(t.kind, t.label): t.seconds for t in timed}
+    labels = {rows: f"{rows} rows" for rows in design.step_rows}
+    return {
+        bench.shape.name: [
+            (float(rows), seconds["base step", label] + seconds["empty lanes", label]) for rows, label in labels.items()
+        ]
+    }
 
 
 def flops_per_s(timed: Timed) -> float:

@@ -16,6 +16,7 @@ from launch.benchmarks.calibration_programs import (
     Bench,
     Sample,
     attention_samples,
+    base_sample,
     lanes_sample,
     link_samples,
     matmul_sample,
@@ -38,7 +39,7 @@ class Design(NamedTuple):
         more_attention: of the first two only.
         link_bytes: sizes of a crossing.
         matmul_rows: rows of products.
-        lane_rows: rows of empty lanes.
+        step_rows: rows of steps of the base model, and of empty lanes.
     """
 
     lora: tuple[LoraPoint, ...]
@@ -47,7 +48,7 @@ class Design(NamedTuple):
     more_attention: tuple[AttentionPoint, ...]
     link_bytes: tuple[int, ...]
     matmul_rows: tuple[int, ...]
-    lane_rows: tuple[int, ...]
+    step_rows: tuple[int, ...]
 
 
 USUAL = Design(
@@ -74,7 +75,7 @@ USUAL = Design(
     more_attention=(AttentionPoint(1536, 36), AttentionPoint(3072, 4)),
     link_bytes=(16 << 10, 256 << 10, 4 << 20, 64 << 20),
     matmul_rows=(8, 32, 128),
-    lane_rows=(8, 128),
+    step_rows=(8, 32, 128),
 )
 
 TINY = Design(
@@ -84,7 +85,7 @@ TINY = Design(
     more_attention=(AttentionPoint(200, 3),),
     link_bytes=(4 << 10, 64 << 10),
     matmul_rows=(8,),
-    lane_rows=(8,),
+    step_rows=(8, 16),
 )
 """For tests of the command."""
 
@@ -99,7 +100,9 @@ def groups_of(design: Design, bench: Bench) -> Iterator[tuple[str, Callable[[], 
         yield words, lambda point=point, more=more: attention_samples(bench, point, strategies=more)
     yield "link", lambda: [sample for size in design.link_bytes for sample in link_samples(bench, size)]
     yield "products", lambda: [matmul_sample(bench, rows=rows, **s) for rows, s in _products(design, bench)]
-    yield "empty lanes", lambda: [lanes_sample(bench, rows) for rows in design.lane_rows]
+    yield "empty lanes", lambda: [lanes_sample(bench, rows) for rows in design.step_rows]
+    if (base := bench.base) is not None:
+        yield "base steps", lambda: [base_sample(bench, base, rows) for rows in design.step_rows]
 
 
 def _lora(bench: Bench, point: LoraPoint, *, fetch: bool, label: str) -> list[Sample]:

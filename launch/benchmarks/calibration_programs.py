@@ -27,6 +27,8 @@ from launch.benchmarks.strategy_programs import (
     random_numbers,
 )
 from memory_pool import link
+from plora_jax.checkpoints import LoadedModel
+from plora_jax.model.dense import forward_full
 from strategies import apply
 from strategies.cost import ModelShape, attention_quantities, decoding
 from strategies.cost.quantities import WIDE_BYTES
@@ -64,12 +66,14 @@ class Bench(NamedTuple):
         shape: the same for the cost model.
         cold: pages.
         kernels: implementations.
+        base: weights of the base model; None where its steps are not timed.
     """
 
     model: Model
     shape: ModelShape
     cold: ColdPages
     kernels: KernelSet
+    base: LoadedModel | None = None
 
     @property
     def layers(self) -> int:
@@ -140,6 +144,18 @@ def matmul_sample(bench: Bench, *, rows: int, inputs: int, outputs: int) -> Samp
     call = compile_step(step, bench.cold, (weights, x), in_pool=())
     program = Program("matmul", call, lambda: (weights, x), int(numbers) * item)
     return Sample("matmul", f"{rows} rows, {inputs} x {outputs}", program, quantities)
+
+
+def base_sample(bench: Bench, base: LoadedModel, rows: int) -> Sample:
+    """The base model on rows that each see only themselves, up to the logits of all of them. Not in the fit."""
+    tokens = np.zeros((rows, 1), np.int32)
+
+    def step(params: Any, tokens_B1: jax.Array) -> jax.Array:
+        logits_B1V = forward_full(params, base.config, tokens_B1)
+        return lax.optimization_barrier(logits_B1V)[:, 0, 0]
+
+    call = compile_step(step, bench.cold, (base.params, tokens), in_pool=())
+    return Sample("base step", f"{rows} rows", Program("base", call, lambda: (base.params, tokens), 0), {})
 
 
 def lanes_sample(bench: Bench, rows: int) -> Sample:

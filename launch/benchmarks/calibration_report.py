@@ -45,6 +45,10 @@ def _machine(found: Calibrated) -> list[str]:
     for way in ("to_pool", "to_device"):
         words = ", ".join(f"{size // 1024} KiB {rate / 1e9:.1f}" for size, rate in link_rates(found.timed, way).items())
         lines.append(_line(f"link {way}", f"{words} GB/s"))
+    assert hardware.calibration is not None
+    for name, points in hardware.calibration.base_steps.items():
+        words = ", ".join(f"{rows:.0f} rows {1e3 * seconds:.1f}" for rows, seconds in points)
+        lines.append(_line("base step", f"{name}: {words} ms"))
     return lines
 
 

@@ -40,7 +40,6 @@ from launch.benchmarks.case import split_names
 from launch.benchmarks.cold_pages import ColdPages, cold_size
 from launch.benchmarks.machine import describe_machine, describe_software
 from launch.benchmarks.mixed_program import mixed_program
-from launch.benchmarks.model_shape import shape_of_config
 from launch.benchmarks.prediction_report import Predicted
 from launch.benchmarks.program_timing import measure
 from launch.benchmarks.strategy_predictions import Prediction, predict
@@ -60,6 +59,7 @@ from memory_pool.probe import probe
 from plora_jax.checkpoints import load_config
 from plora_jax.config import ModelConfig
 from plora_jax.engine.build import EngineConfig
+from plora_jax.engine.machine import shape_of_model
 from strategies.cost import ModelShape
 from strategies.kernel_tables import KernelSet, choose_kernels
 
@@ -159,7 +159,7 @@ def run_strategies(case: StrategiesCase, *, command: str, log: StageLog) -> Stra
         raise StartError(f"near-data functions do not work here: {backend.problem}; set JAX_PLATFORMS=cpu")
     config = _config(case)
     model = model_of(config, jax.numpy.dtype(case.dtype))
-    shape = shape_of_config(config, name=case.model, item_bytes=model.layout.dtype.itemsize)
+    shape = shape_of_model(config, name=case.model, item_bytes=model.layout.dtype.itemsize)
     predictions = _predictions(case, shape)
     size = cold_size(None if case.data_mb is None else case.data_mb * 2**20)
     log.say("data", f"filling {size.num_bytes / 1e6:.0f} MB of pages in the pool and on the device")

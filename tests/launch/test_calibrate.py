@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch.calibrate import Calibrating, default_path, run_calibration
+from launch.calibrate import Calibrating, run_calibration
 from launch.console import StageLog
 from launch.flags import StartError
 from memory_pool.calibration import COEFFICIENTS
 from memory_pool.hardware import HardwareSpec, parse_hardware
+from plora_jax.engine.machine import calibration_path
 from tests.launch.small_engine import LLAMA, ROOT
 
 TINY = ("--dtype=float32", "--points=tiny", "--runs=2", "--data_mb=4", f"--model={LLAMA}")
@@ -59,7 +60,7 @@ def test_calibrate_writes_a_file_that_describes_hardware(done):
     assert 0 < hardware.link.latency_s < 1
     assert hardware.link.to_device_bytes_per_s > 1e6
     assert not hardware.link.full_duplex
-    assert parse_hardware(str(done.path)).to_json() == json.loads(done.path.read_text())
+    assert json.loads(json.dumps(hardware.to_json())) == json.loads(done.path.read_text())
 
 
 def test_calibrate_fits_every_function_that_takes_time(done):
@@ -74,12 +75,20 @@ def test_calibrate_fits_every_function_that_takes_time(done):
     )
 
 
+def test_calibrate_times_steps_of_the_base_model(done):
+    ((name, points),) = done.hardware.calibration.base_steps.items()
+    assert name == "llama"
+    assert [rows for rows, _ in points] == [8, 16]
+    assert all(seconds > 0 for _, seconds in points)
+
+
 def test_calibrate_reports_the_fit_of_each_function(done):
     for pattern in (
         r"^memory read +[\d.]+ GB/s by all cores, device and pool \(median; [\d.]+ to [\d.]+\)$",
         r"^product +8 rows, 64 x 16: \d+ GFLOP/s$",
         r"^link to_pool +4 KiB [\d.]+, 64 KiB [\d.]+ GB/s$",
         r"^link to_device +4 KiB [\d.]+, 64 KiB [\d.]+ GB/s$",
+        r"^base step +llama: 8 rows [\d.]+, 16 rows [\d.]+ ms$",
         r"^cost of +us a call +ns a piece +ps a byte ",
         r"^near_shrink +(?:[\d.]+ +|- +)+[\d.-]+$",
         r"^fit of +points +MAPE +worst: fitted, measured$",
@@ -98,17 +107,17 @@ def test_calibrate_reports_the_fit_of_each_function(done):
                 ("attention local", 1),
                 ("attention distributed", 1),
                 ("matmul", 2),
-                ("empty lanes", 1),
+                ("empty lanes", 2),
             )
         ),
-        r"^all +29 +[\d.]+%$",
+        r"^all +30 +[\d.]+%$",
         rf"^wrote {re.escape(str(done.path))}",
     ):
         assert re.search(pattern, done.out, re.MULTILINE), f"{pattern} is not in\n{done.out}"
 
 
 def test_calibrate_shows_how_far_it_is(done):
-    for pattern in (r"^1/8 +rank 4, 1 tokens each, 3 adapters: compiled in ", r"^warm-up ", r"^run 2/2 +[\d.]+ s$"):
+    for pattern in (r"^1/9 +rank 4, 1 tokens each, 3 adapters: compiled in ", r"^warm-up ", r"^run 2/2 +[\d.]+ s$"):
         assert re.search(pattern, done.progress, re.MULTILINE), done.progress
 
 
@@ -140,4 +149,4 @@ def test_calibration_that_cannot_be_is_refused(changes, says):
 def test_default_file_is_that_of_the_host(monkeypatch):
     monkeypatch.setattr("platform.node", lambda: "here")
     monkeypatch.setenv("HOME", "/home/me")
-    assert default_path() == Calibrating().path == Path("/home/me/.cache/plora_jax/hardware-here.json")
+    assert calibration_path() == Calibrating().path == Path("/home/me/.cache/plora_jax/hardware-here.json")
