@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import jax
+from jax import lax
 
 from strategies.lanes import KvControl, KvLanes, LoraLane, Memory
 from strategies.paged_attention import HeadMaths, finish
 from strategies.setting import AttentionSetting, LoraSetting
 from strategies.strategy_table import ATTENTION, LORA
+from strategies.traffic import any_scope
 
 
 def delta(
@@ -39,12 +41,23 @@ def delta(
     Returns:
         [T, O] float32 by projection; 0 for tokens of the base model.
     """
-    parts = []
-    for name, lane in lanes.items():
-        scope = f"{phase}.{name}"
-        part = LORA[name].delta(x_TI, memory, layer, lane, control[name], scope=scope, setting=setting)
-        parts.append([part[projection] for projection in setting.group])
-    return setting.total(parts)
+
+    def serve(x_TI: jax.Array) -> dict[str, jax.Array]:
+        parts = []
+        for name, lane in lanes.items():
+            scope = f"{phase}.{name}"
+            part = LORA[name].delta(x_TI, memory, layer, lane, control[name], scope=scope, setting=setting)
+            parts.append([part[projection] for projection in setting.group])
+        return setting.total(parts)
+
+    # One condition around those of the strategies: a step of the base model alone adds zeros once, not once a lane.
+    with jax.named_scope(any_scope(phase)):
+        return lax.cond(is_used(lanes), serve, lambda x: setting.nothing(x.shape[0]), x_TI)
+
+
+def is_used(lanes: Mapping[str, LoraLane]) -> jax.Array:
+    """[] bool, whether any lane has adapters."""
+    return sum(lane.count for lane in lanes.values()) > 0
 
 
 def attend(

@@ -23,7 +23,7 @@ from memory_pool.layout import PageLayout
 from memory_pool.ledger import Crossing, Direction, LinkBytes
 from strategies.fetch import chunk_scope
 from strategies.low_rank import CHUNK_ROWS
-from strategies.traffic import WORD, Bytes, LoraBucket, LoraUse, chunks
+from strategies.traffic import WORD, Bytes, LoraBucket, LoraUse, chunks, lane_counts
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 """Names of the projections in the layout."""
@@ -91,7 +91,7 @@ def loop_counts(bucket: LoraBucket, use: Mapping[str, LoraUse]) -> dict[str, int
         bucket: sizes; its groups are not used.
         use: by strategy; one that is absent is an empty lane.
     """
-    counts = {f"{bucket.phase}.{name}": int(name in use) for name in ("resident", "fetch", "near_data", "split")}
+    counts = lane_counts(bucket.phase, use)
     for name in (EMBEDDING, HEAD):
         if name not in bucket.layout.names:
             continue

@@ -231,12 +231,23 @@ def lora_loop_counts(bucket: LoraBucket, use: Mapping[str, LoraUse]) -> dict[str
         bucket: sizes.
         use: by strategy; one that is absent is an empty lane.
     """
-    counts = {f"{bucket.phase}.{name}": int(name in use) for name in ("resident", "fetch", "near_data", "split")}
+    counts = lane_counts(bucket.phase, use)
     totals = use["fetch"].facts.totals if "fetch" in use else np.zeros((bucket.stripes, len(bucket.layout.names)), int)
     for s, of_stripe in enumerate(chunks(totals)):
         for name, index in zip(bucket.projections, bucket.indices, strict=True):
             counts[chunk_scope(f"{bucket.phase}.fetch", name, s)] = int(of_stripe[index])
     return counts
+
+
+def lane_counts(phase: str, use: Mapping[str, LoraUse]) -> dict[str, int]:
+    """How often the lanes of a phase are served, and whether any is."""
+    counts = {f"{phase}.{name}": int(name in use) for name in ("resident", "fetch", "near_data", "split")}
+    return {any_scope(phase): int(bool(use)), **counts}
+
+
+def any_scope(phase: str) -> str:
+    """The name, in the trace, of what is done for any lane of a phase."""
+    return f"{phase}.any"
 
 
 def chunks(totals_SJ: np.ndarray) -> np.ndarray:

@@ -31,6 +31,7 @@ from strategies.kernel_tables import Kernels, KernelSet
 from strategies.lanes import KvControl, KvLanes, LoraLane, Memory
 from strategies.paged_attention import HeadMaths, write_kv
 from strategies.setting import AttentionSetting, LoraSetting
+from strategies.traffic import any_scope
 
 
 class PromptLogprobs(NamedTuple):
@@ -124,20 +125,36 @@ class PagedContext:
         if not self._setting.max_rank:
             return None
         setting = self._setting.lora(self._setting.kernels.decode, (EMBEDDING,))
-        return self._outer(outer.embed_delta, tokens, "embed", setting)
 
-    def head_delta(self, hidden: jax.Array, phase: str, owners: Mapping[str, Any] | None = None) -> jax.Array | None:
-        """What adapters add to the logits of some rows [T, D]: this shard's part of the vocabulary, float32, or None.
+        def serve(tokens: jax.Array) -> jax.Array:
+            return self._outer(outer.embed_delta, tokens, "embed", setting)
+
+        def nothing(tokens: jax.Array) -> jax.Array:
+            return jnp.zeros((*tokens.shape, self._config.hidden_size), jnp.float32)
+
+        with jax.named_scope(any_scope("embed")):
+            return lax.cond(apply.is_used(self._inputs.lora["embed"]), serve, nothing, tokens)
+
+    def adapt_logits(
+        self, logits: jax.Array, hidden: jax.Array, phase: str, owners: Mapping[str, Any] | None = None
+    ) -> jax.Array:
+        """Logits with what adapters add to the head: this shard's part of the vocabulary, float32.
 
         Args:
-            hidden: rows after the final norm.
+            logits: of rows.
+            hidden: the rows [T, D] after the final norm.
             phase: "head" or "prompt".
             owners: by "lora" and "lora_control" and strategy, owners of the rows, where they are part of the phase's.
         """
         if not self._setting.max_rank:
-            return None
+            return logits
         setting = self._setting.lora(self._setting.kernels.decode, (HEAD,))
-        return self._outer(outer.head_delta, hidden, phase, setting, owners)
+
+        def add(logits: jax.Array) -> jax.Array:
+            return logits + self._outer(outer.head_delta, hidden, phase, setting, owners)
+
+        with jax.named_scope(any_scope(phase)):
+            return lax.cond(apply.is_used(self._inputs.lora[phase]), add, lambda logits: logits, logits)
 
     def _outer(
         self,
@@ -250,7 +267,7 @@ def make_step(
             hidden, kv = decoder.layers(params, x, kv, context)
         with jax.named_scope("head"):
             rows = hidden.at[tokens.sample_rows].get(mode="promise_in_bounds")
-            logits = decoder.logits(params, rows, delta=context.head_delta(rows, "head"))
+            logits = decoder.logits(params, rows, adapt=lambda logits: context.adapt_logits(logits, rows, "head"))
         with jax.named_scope("sample"):
             sampled = sample(logits, sampling)
         prompt = _prompt_logprobs(decoder, params, hidden[tokens.decode.positions.shape[0] :], inputs, context)
@@ -280,8 +297,8 @@ def _prompt_logprobs(
 
     def block(part: tuple[jax.Array, jax.Array, Any]) -> PromptLogprobs:
         hidden, targets, owners = part
-        delta = context.head_delta(hidden, "prompt", owners)
-        return PromptLogprobs(*token_logprobs(decoder.logits(params, hidden, delta=delta), targets))
+        logits = decoder.logits(params, hidden, adapt=lambda x: context.adapt_logits(x, hidden, "prompt", owners))
+        return PromptLogprobs(*token_logprobs(logits, targets))
 
     def score(_: None) -> PromptLogprobs:
         hidden = hidden_CD.reshape(blocks, PREFILL_BLOCK, -1)

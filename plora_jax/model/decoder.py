@@ -9,7 +9,7 @@ residual stream and the logits are whole on every shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -21,7 +21,7 @@ from jax import lax
 from memory_pool import from_raw, to_raw
 from plora_jax.config import ModelConfig
 from plora_jax.model.layers import Context, DecoderLayer, LayerConstants, matmul, rms_norm
-from plora_jax.model.rope import inverse_frequencies
+from plora_jax.model.rope import Rotation, inverse_frequencies, rotation_of
 from plora_jax.parallel import TensorParallel
 from strategies.paged_attention import NO_WINDOW
 from strategies.products import PackedWeights, products
@@ -70,16 +70,10 @@ class Decoder:
         leaves, self._treedef = jax.tree.flatten_with_path(state)
         self._names = [path[0].key for path, _ in leaves]
         local = config.rope_local or config.rope
-        self._constants = LayerConstants(
-            index=np.arange(config.num_layers, dtype=np.int32),
-            freqs=np.stack(
-                [
-                    inverse_frequencies(config.rope if window is None else local, config.head_dim)
-                    for window in config.layer_windows
-                ]
-            ),
-            window=np.array([NO_WINDOW if w is None else w for w in config.layer_windows], np.int32),
-        )
+        ropes = [config.rope if window is None else local for window in config.layer_windows]
+        self._ropes = list(dict.fromkeys(ropes))
+        self._rope_of_layer = np.array([self._ropes.index(rope) for rope in ropes], np.int32)
+        self._windows = np.array([NO_WINDOW if w is None else w for w in config.layer_windows], np.int32)
 
     def embed(self, params: Params, tokens: jax.Array, dtype: Any, *, context: Context | None = None) -> jax.Array:
         """Token ids to the residual stream.
@@ -123,25 +117,36 @@ class Decoder:
         packed = {name: w for name, w in params["layers"].items() if isinstance(w, PackedWeights)}
         sliced = {name: w for name, w in params["layers"].items() if name not in packed}
 
-        def body(carry: tuple[jax.Array, Any], layer: tuple[Any, LayerConstants]) -> tuple[tuple[jax.Array, Any], None]:
-            weights, constants = layer
+        rotations = self._rotations(context.positions())
+
+        def body(carry: tuple[jax.Array, Any], layer: tuple[Any, ...]) -> tuple[tuple[jax.Array, Any], None]:
+            weights, index, rope, window = layer
             weights = {name: from_raw(w, x.dtype) if _is_raw(w) else w for name, w in weights.items()}
             leaves = [weights[name] if name in weights else jnp.zeros((), x.dtype) for name in self._names]
             module = cast(DecoderLayer, nnx.merge(self._graph, jax.tree.unflatten(self._treedef, leaves)))
-            return module(*carry, context, constants._replace(packed=packed)), None
+            rotation = jax.tree.map(lambda part: part[rope], rotations)
+            return module(*carry, context, LayerConstants(index, rotation, window, packed)), None
 
-        constants = jax.tree.map(jnp.asarray, self._constants)
-        (x, cache), _ = lax.scan(body, (x, cache), (sliced, constants))
+        index = np.arange(self.config.num_layers, dtype=np.int32)
+        layers = (sliced, *map(jnp.asarray, (index, self._rope_of_layer, self._windows)))
+        (x, cache), _ = lax.scan(body, (x, cache), layers)
         return rms_norm(x, params["final_norm"], self.config), cache
 
-    def logits(self, params: Params, hidden: jax.Array, *, delta: jax.Array | None = None) -> jax.Array:
+    def _rotations(self, positions: jax.Array) -> Rotation:
+        """[kinds, ..., H / 2]: the rotations that layers have in common, computed once."""
+        kinds = [rotation_of(positions, inverse_frequencies(rope, self.config.head_dim)) for rope in self._ropes]
+        return Rotation(*map(jnp.stack, zip(*kinds, strict=True)))
+
+    def logits(
+        self, params: Params, hidden: jax.Array, *, adapt: Callable[[jax.Array], jax.Array] | None = None
+    ) -> jax.Array:
         """Hidden states to logits.
 
         Args:
             params: parameter tree.
             hidden: [..., D] after the final norm.
-            delta: float32, what adapters add to the head before the soft cap: [..., V / n], this shard's part of the
-                vocabulary, where that is sharded over n, else [..., V].
+            adapt: adds what adapters add to the head, before the soft cap, to logits float32 [..., V / n], this shard's
+                part of the vocabulary, where that is sharded over n, else [..., V].
 
         Returns:
             [..., V] float32, whole on every shard.
@@ -151,6 +156,6 @@ class Decoder:
         else:
             head = params["embedding"] if self.config.tie_word_embeddings else params["head"]
             logits = matmul(hidden, head.astype(hidden.dtype))
-        logits = logits if delta is None else logits + delta
+        logits = logits if adapt is None else adapt(logits)
         cap = self.config.final_soft_cap
         return self.parallel.gather_vocabulary(logits if cap is None else cap * jnp.tanh(logits / cap))

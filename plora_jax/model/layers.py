@@ -26,13 +26,13 @@ class LayerConstants(NamedTuple):
 
     Attributes:
         index: [] int32.
-        freqs: [H / 2] float32, rotary frequencies.
+        rotation: rotary embedding of the tokens.
         window: [] int32, tokens a query sees.
         packed: weights of all layers that are kept in the order of a kernel, by projection.
     """
 
     index: Any
-    freqs: Any
+    rotation: Any
     window: Any
     packed: Mapping[str, PackedWeights] = {}
 
@@ -149,14 +149,15 @@ class DecoderLayer(nnx.Module):
         k, v = (y.reshape(*y.shape[:-1], c.num_kv_heads, c.head_dim) for y in (k, v))
         if c.qk_norm:
             q, k = self._norm("q_norm", q), self._norm("k_norm", k)
-        q, k = (rotate(y, context.positions(), layer.freqs) for y in (q, k))
+        q, k = (rotate(y, layer.rotation) for y in (q, k))
         cache, out = context.attend(cache, q, k, v, layer)
         (out,) = self._project(out.reshape(*out.shape[:-2], -1), ("o_proj",), context, layer)
         return out, cache
 
     def _mlp(self, x: jax.Array, context: Context, layer: LayerConstants) -> jax.Array:
         gate, up = self._project(x, ("gate_proj", "up_proj"), context, layer)
-        (out,) = self._project(activate(gate, self.config.activation) * up, ("down_proj",), context, layer)
+        hidden = activate(gate.astype(jnp.float32), self.config.activation) * up.astype(jnp.float32)
+        (out,) = self._project(hidden.astype(x.dtype), ("down_proj",), context, layer)
         return out
 
     def _experts(self, x: jax.Array) -> jax.Array:

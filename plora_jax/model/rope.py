@@ -6,6 +6,7 @@ Source: RoFormer (arXiv 2104.09864); Llama 3.1 scaling as in transformers' model
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,18 +38,29 @@ def _llama3(freqs: np.ndarray, rope: RopeConfig) -> np.ndarray:
     return np.where((wavelength <= low) & (wavelength >= high), blended, scaled)
 
 
-def rotate(x: jax.Array, positions: jax.Array, freqs: jax.Array) -> jax.Array:
+class Rotation(NamedTuple):
+    """Cosines and sines of tokens' angles, [..., H / 2] float32 each."""
+
+    cos: Any
+    sin: Any
+
+
+def rotation_of(positions: jax.Array, freqs: jax.Array) -> Rotation:
+    """How tokens at positions [...] int32 are rotated, by frequencies [H / 2] float32."""
+    angles = positions[..., None].astype(jnp.float32) * freqs
+    return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+
+def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotates halves: dimension i is paired with i + H / 2.
 
     Args:
         x: [..., heads, H].
-        positions: [...] int32.
-        freqs: [H / 2] float32.
+        rotation: of the tokens [...].
 
     Returns:
         Same shape and dtype as x; computed in float32.
     """
-    angles = positions[..., None, None].astype(jnp.float32) * freqs
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = (part[..., None, :] for part in rotation)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)

@@ -59,10 +59,14 @@ class LogitsRecorder:
             x = decoder.embed(params, inputs.tokens.tokens, np.float32, context=context)
             hidden, _ = decoder.layers(params, x, kv, context)
             rows = bucket.decode_rows
-            delta = context.head_delta(hidden[:rows], "head")
-            if delta is not None and bucket.prefill_tokens:
-                delta = jnp.concatenate([delta, context.head_delta(hidden[rows:], "prompt")])
-            return decoder.logits(params, hidden, delta=delta)
+
+            def adapt(logits):
+                adapted = context.adapt_logits(logits[:rows], hidden[:rows], "head")
+                if not bucket.prefill_tokens:
+                    return adapted
+                return jnp.concatenate([adapted, context.adapt_logits(logits[rows:], hidden[rows:], "prompt")])
+
+            return decoder.logits(params, hidden, adapt=adapt)
 
         sharded, whole = PartitionSpec(TENSOR_AXIS), PartitionSpec()
         specs = (decoder.parallel.param_specs(), sharded, sharded, sharded, whole)
@@ -111,7 +115,7 @@ def deploy(model: str, **options) -> Deployment:
     return built
 
 
-def engine_over(deployment: Deployment, executor, *, chunk: int | None) -> Engine:
+def engine_over(deployment: Deployment, executor, *, chunk: int | None, planner=None) -> Engine:
     """A fresh engine over a deployment's programs and pages, with another prefill chunk."""
     old = deployment.engine
     return Engine(
@@ -126,6 +130,7 @@ def engine_over(deployment: Deployment, executor, *, chunk: int | None) -> Engin
         vocab_size=old.vocab_size,
         eos_token_ids=old.eos_token_ids,
         model_name=old.model_name,
+        planner=planner,
     )
 
 

@@ -147,7 +147,7 @@ def outer_cases() -> dict:
             x = decoder.embed(p, jnp.asarray(tokens), np.float32, context=context)
             hidden, _ = decoder.layers(p, x, (), context)
             delta = 2.0 * jnp.einsum("BTD,RD,VR->BTV", hidden, head[0], b_VR)
-            return decoder.logits(p, hidden, delta=delta)
+            return decoder.logits(p, hidden, adapt=delta.__add__)
 
         placed = plan.place(params, mesh_of(shards))
         logits = sharded(shard, plan, specs=(SHARDED, SHARDED))(placed, cut_lora(lora, plan), head_b)
@@ -167,7 +167,7 @@ def soft_capped_head_case() -> dict:
     plan = TensorParallel(config, 4)
 
     def shard(p, x, d):
-        return Decoder(config, num_shards=4).logits(p, x, delta=d)
+        return Decoder(config, num_shards=4).logits(p, x, adapt=lambda logits: logits + d)
 
     run = sharded(shard, plan, specs=(WHOLE, PartitionSpec(None, TENSOR_AXIS)))
     return {"soft cap": compare(np.asarray(run(plan.place(params, mesh_of(4)), hidden, delta)), wanted)}
