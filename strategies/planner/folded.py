@@ -68,6 +68,7 @@ class Folded:
 
     Args:
         problem: where they come from.
+        rest: [N] columns of rows that take no part; None: those of fewest bytes.
         fold_idle: rows that nobody expects take no part; False: all rows are live.
 
     Attributes:
@@ -91,9 +92,10 @@ class Folded:
         serial_s: of the base.
     """
 
-    def __init__(self, problem: PlanProblem, *, fold_idle: bool = True) -> None:
+    def __init__(self, problem: PlanProblem, rest: np.ndarray | None = None, *, fold_idle: bool = True) -> None:
         self.problem = problem
-        dormant, self._rest = _dormant(problem)
+        dormant, fewest = _dormant(problem)
+        self._rest = fewest if rest is None else rest
         dormant &= fold_idle
         self.live = np.flatnonzero(~dormant)
         self._dormant = np.flatnonzero(dormant)
@@ -208,8 +210,9 @@ class Folded:
 def _dormant(problem: PlanProblem) -> tuple[np.ndarray, np.ndarray]:
     """[N] bool, idle rows that nobody expects; [N], the columns of fewest bytes, the cheapest to get to among them."""
     n = problem.num_adapters
-    bytes_ = np.where(problem.allowed, problem.device_bytes, np.inf)
-    moves = np.where(problem.allowed, problem.move_s, np.inf)
+    bytes_, moves = problem.device_bytes, problem.move_s
+    if not problem.allowed.all():
+        bytes_, moves = (np.where(problem.allowed, figures, np.inf) for figures in (bytes_, moves))
     rest = np.where(bytes_ <= bytes_.min(axis=1, keepdims=True), moves, np.inf).argmin(axis=1)
     dormant = ~problem.active & (moves[np.arange(n), rest] <= moves.min(axis=1))
     idle = np.flatnonzero(dormant)

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from strategies.planner.optimizer import Duals, optimize
+from strategies.planner.policies import PaperManager
 from strategies.planner.problem import KvChoice, Plan, PlanProblem, evaluate
 
 _FULL_EVERY = 256
@@ -53,8 +54,11 @@ class Waiting:
 class JointPlanner:
     """Minimises the predicted step over all adapters, attention strategies and P at once.
 
+    A full search also tries the plan of the paper's manager, which follows the same load.
+
     Args:
         horizon_steps: by which the problems' `move_s` was divided.
+        max_seconds: after which a full search begins no other improvement.
 
     Attributes:
         waiting: by row, moves that have not paid yet, as of the last choice.
@@ -63,8 +67,9 @@ class JointPlanner:
 
     name = "joint"
 
-    def __init__(self, *, horizon_steps: float = 1000.0) -> None:
-        self._horizon_steps = horizon_steps
+    def __init__(self, *, horizon_steps: float = 1000.0, max_seconds: float = 0.01) -> None:
+        self._horizon_steps, self._max_seconds = horizon_steps, max_seconds
+        self._paper = PaperManager()
         self._start: Duals | None = None
         self._age, self._gap = 0, 0.0
         self._accounts: dict[int, float] = {}
@@ -73,7 +78,8 @@ class JointPlanner:
         self.gained_s: dict[int, float] = {}
 
     def observe(self, tokens: Mapping[int, int]) -> None:
-        """Learns nothing: expected loads are in the problems."""
+        """For the paper's manager; expected loads are in the problems."""
+        self._paper.observe(tokens)
 
     def forget(self, row: int) -> None:
         """The row belongs to another adapter from here on."""
@@ -104,17 +110,20 @@ class JointPlanner:
         start = self._start
         if start is not None and (len(start.strategy) != problem.num_adapters or self._age >= _FULL_EVERY):
             start = None
-        plan, duals = optimize(problem, start)
+        plan, duals = self._search(problem) if start is None else optimize(problem, start)
         gap = plan.objective_s - duals.bound_s
         if start is not None and self._age >= _REST and gap > self._gap + _DRIFT * plan.objective_s:
             start = None
-            plan, duals = optimize(problem)
+            plan, duals = self._search(problem)
             gap = plan.objective_s - duals.bound_s
         if start is None:
             self._age, self._gap = 0, gap
         self._age += 1
         self._start = duals
         return plan, duals
+
+    def _search(self, problem: PlanProblem) -> tuple[Plan, Duals]:
+        return optimize(problem, candidates=[self._paper.choose(problem)], max_seconds=self._max_seconds)
 
     def _settle(self, problem: PlanProblem, wanted: Plan, duals: Duals) -> np.ndarray | None:
         """Adds gains, pays for moves that can be paid; [N, S] moves that are barred, or None."""

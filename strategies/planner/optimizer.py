@@ -23,7 +23,7 @@ from strategies.planner.folded import Folded
 from strategies.planner.improve import best_fraction, exchanges, make_fit, regroup, single_moves
 from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
-from strategies.planner.rounding import LEVELS, SHARPNESS, closest, mend, rounded
+from strategies.planner.rounding import LEVELS, SHARPNESS, closest, rounded
 
 _SAMPLE = 44
 """Adapters that are heavy, and as many that stand for the others, where prices are found from fewer than all."""
@@ -46,11 +46,20 @@ _FAR = 0.01
 _REFINED = 16
 """Adapters nearest to a tie that a start from an earlier answer mends."""
 
+_DEAR = 1e30
+"""Seconds of a column that nobody should have."""
+
 _TIE_BREAK = 3e-3
 """Of the objective: noise on costs, so that most of equal adapters are decided by the relaxation."""
 
 _UNDECIDED = (200, 10**9)
 """Adapters nearest to a tie that are relaxed together where prices from a sample did not do; then everyone."""
+
+_AFFORDABLE = 2e7
+"""Adapters x strategies x places x places that are relaxed together at most."""
+
+_POLISHED = 2
+"""Decisions that are polished at last."""
 
 _VERY_FAR = 0.02
 """Of the objective: a plan that is still this far from its bound is looked at with everyone."""
@@ -72,6 +81,7 @@ class Duals(NamedTuple):
         strategy: [N] columns of the plan.
         attention: index of its attention strategy.
         fraction: its P.
+        used: [S] bool, columns of active adapters.
         places: prices of a second of load, of all places.
         joint, adapters, softness: as of `Prices`.
         costs: [N, S] seconds of every choice at these prices, with its bytes.
@@ -81,6 +91,7 @@ class Duals(NamedTuple):
     strategy: np.ndarray
     attention: int
     fraction: float
+    used: np.ndarray
     places: np.ndarray
     joint: float
     adapters: float
@@ -145,7 +156,8 @@ def optimize(
     costs = problem.move_s + prices.adapter_byte * problem.device_bytes
     costs[folded.live] = total
     attention = kv.strategies.index(plan.attention)
-    return plan, Duals(plan.strategy, attention, plan.kv_fraction, places, *prices[1:], costs, bound_s)
+    used = np.bincount(plan.strategy[problem.active], minlength=folded.num_columns) > 0
+    return plan, Duals(plan.strategy, attention, plan.kv_fraction, used, places, *prices[1:], costs, bound_s)
 
 
 def _simple(folded: Folded) -> list[Decision]:
@@ -230,15 +242,20 @@ def _total(folded: Folded, prices: Prices) -> np.ndarray:
 
 def _harder(folded: Folded, best: _Found, likely: Node, bound_s: float, until: float) -> _Found:
     """What takes longer, in the part where the best plan was found and in the one that may hold the best."""
-    for number in sorted({min(number, len(folded.rows)) for number in _UNDECIDED}):
+    affordable = int(_AFFORDABLE / (folded.num_columns * len(best.leading) ** 2))
+    for number in sorted({min(number, affordable, len(folded.rows)) for number in _UNDECIDED}):
+        decisions = [best.decision]
         for node in [best.node] if _alike(best.node, likely) else [likely, best.node]:
             if time.perf_counter() > until:
                 return best
             again = _undecided(folded, best, node, number=number, bound_s=bound_s)
+            decisions.append(again.decision)
             if again.value_s < best.value_s:
                 best = again
-        decision = best.decision.copy()
-        _polish(decision, best)
+        decisions = sorted(decisions, key=Decision.value)[:_POLISHED]
+        for decision in decisions:
+            _polish(decision, best, until)
+        decision = min(decisions, key=Decision.value)
         best = best._replace(decision=decision, value_s=decision.value())
         if best.value_s <= bound_s * (1 + _VERY_FAR):
             break
@@ -274,7 +291,7 @@ def _alike(node: Node, other: Node) -> bool:
     return node[0] == other[0] and node.whole == other.whole and bool((node.columns == other.columns).all())
 
 
-def _polish(decision: Decision, near: _Found) -> None:
+def _polish(decision: Decision, near: _Found, until: float) -> None:
     """Moves and exchanges among many adapters, with as little KV on the device as the relaxation wants."""
     before = decision.copy()
     decision.fraction = min(decision.fraction, near.relaxed.fraction)
@@ -282,8 +299,11 @@ def _polish(decision: Decision, near: _Found) -> None:
     for sharpness in (*SHARPNESS, None):
         single_moves(decision, rows, sharpness=sharpness, rounds=4)
         exchanges(decision, rows, sharpness=sharpness, rounds=6)
+        if time.perf_counter() > until:
+            break
     for sharpness in (SHARPNESS[-1], None) if len(rows) >= _MANY else ():
-        regroup(decision, rows, sharpness=sharpness, rounds=_REGROUPED)
+        if time.perf_counter() < until:
+            regroup(decision, rows, sharpness=sharpness, rounds=_REGROUPED)
     best_fraction(decision)
     if decision.value() > before.value():
         decision.take(before)
@@ -317,13 +337,15 @@ def _refined(folded: Folded, start: Duals) -> _Outcome | None:
     kv, rows = folded.problem.kv, folded.rows
     prices = Prices(start.places[folded.keep], start.joint, start.adapters, start.softness)
     total = _total(folded, prices)
+    usual = np.where(start.used | ~folded.active[:, None], total, np.inf)
+    usual = np.where(np.isinf(usual.min(axis=1, keepdims=True)), total, usual)
     columns = start.strategy[folded.live].astype(int)
-    columns = np.where(folded.allowed[rows, columns], columns, total.argmin(axis=1))
+    columns = np.where(np.isfinite(usual[rows, columns]), columns, usual.argmin(axis=1))
     decision = Decision(folded, columns, attention=start.attention, fraction=start.fraction)
     make_fit(decision, total - prices.adapter_byte * folded.bytes)
     if not decision.fits:
         return None
-    moves = _wanted(decision, total)
+    moves = _wanted(decision, usual)
     if len(moves.rows):
         _, number = decision.ladder(moves, sharpness=None, byte_price=np.inf)
         decision.apply(moves, number)
@@ -338,6 +360,7 @@ def _wanted(decision: Decision, total: np.ndarray) -> Moves:
     """Everyone to its cheapest strategy, the largest relative gains first."""
     rows = decision.folded.rows
     now, to = total[rows, decision.columns], total.argmin(axis=1)
+    now = np.where(np.isfinite(now), now, _DEAR)
     gain = (now - total[rows, to]) / np.maximum(np.abs(now), 1e-30)
     order = np.argsort(-gain)[: int((gain > 1e-6).sum())]
     return Moves(order, to[order])

@@ -55,17 +55,24 @@ def _filling(problem: PlanProblem) -> tuple[Filling, np.ndarray]:
 
 def _with_kv(problem: PlanProblem, columns: np.ndarray) -> Plan:
     """Adapters as they are, and the best KV beside them."""
-    folded = Folded(problem, fold_idle=False)
-    decision = Decision(folded, columns, attention=0, fraction=problem.kv.min_fraction)
+    folded = Folded(problem, columns)
+    decision = Decision(folded, columns[folded.live], attention=0, fraction=problem.kv.min_fraction)
     best_fraction(decision)
     return evaluate(problem, columns, problem.kv.strategies[decision.attention], decision.fraction)
 
 
 def alone_seconds(problem: PlanProblem) -> np.ndarray:
     """[N, S] seconds of an adapter in a step with nobody else: fixed charges and its own loads; inf: not allowed."""
-    loads = problem.load_s + problem.fixed_load_s
-    longest = (loads @ problem.group_matrix).max(axis=-1) + problem.serial_s + problem.fixed_serial_s
-    return np.where(problem.allowed, longest.sum(axis=-1), np.inf)
+    n = problem.num_adapters
+    loads, serial = problem.load_s.reshape(n, -1), problem.serial_s.reshape(n, -1)
+    busy = (
+        np.flatnonzero(loads @ np.ones(loads.shape[1]) + serial @ np.ones(serial.shape[1])) if n else np.zeros(0, int)
+    )
+    fixed_serial = problem.fixed_serial_s.sum(axis=-1)
+    alone = np.tile((problem.fixed_load_s @ problem.group_matrix).max(axis=-1).sum(axis=-1) + fixed_serial, (n, 1))
+    longest = ((problem.load_s[busy] + problem.fixed_load_s) @ problem.group_matrix).max(axis=-1)
+    alone[busy] = (longest + problem.serial_s[busy]).sum(axis=-1) + fixed_serial
+    return np.where(problem.allowed, alone, np.inf)
 
 
 class FixedPolicy:
