@@ -26,6 +26,7 @@ from launch.http.metrics import Metrics, MetricSources
 from launch.http.server import Server, open_socket
 from plora_jax.adapters.adapter import Adapter, AdapterError
 from plora_jax.engine import Engine, Sequence
+from plora_jax.engine.placement import PlacementPlanner
 from plora_jax.tokenizer import Tokenizer
 from tests.plora_jax.engine_fakes import FakeExecutor, FakeKv, FakeStore, hashed_token, make_config, make_kv
 
@@ -94,7 +95,7 @@ class HttpRig:
 
 
 @contextlib.contextmanager
-def http_rig(**options: object) -> Iterator[HttpRig]:
+def http_rig(*, planner: PlacementPlanner | None = None, **options: object) -> Iterator[HttpRig]:
     """A rig; `options` are fields of HttpConfig, or of SchedulerConfig where they are named there."""
     limits = {"max_num_seqs": 8, "max_model_len": CONTEXT, "max_num_batched_tokens": 64, "max_prefill_tokens": 64}
     limits |= {name: options.pop(name) for name in list(options) if name in ("max_num_seqs", "max_waiting")}
@@ -111,6 +112,7 @@ def http_rig(**options: object) -> Iterator[HttpRig]:
         vocab_size=VOCAB,
         eos_token_ids=(IM_END,),
         model_name="base",
+        planner=planner,
     )
     state = ServerState(
         engine=engine,
@@ -119,7 +121,7 @@ def http_rig(**options: object) -> Iterator[HttpRig]:
         model_names=("base",),
         model_root="/models/base",
         max_model_len=CONTEXT,
-        metrics=Metrics(engine, "base", MetricSources(compilations=lambda: 7)),
+        metrics=Metrics(engine, "base", MetricSources(compilations=lambda: 7, near_data_failures=lambda: 2)),
     )
     engine.start()
     try:

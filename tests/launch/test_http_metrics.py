@@ -40,6 +40,8 @@ def test_metrics_count_requests_tokens_and_latencies():
     assert values["vllm:request_generation_tokens_sum"] == 24
     assert got["vllm:cache_config_info"][0][0]["block_size"] == "4"
     assert values["plora:compilations_total"] == 7
+    assert values["plora:near_data_failures_total"] == 2
+    assert values["plora:planner_seconds_count"] == 0
     assert all(labels["model_name"] == "base" for samples in got.values() for labels, _ in samples)
 
 
