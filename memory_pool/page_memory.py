@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from memory_pool import link
+from memory_pool.huge_pages import use_huge_pages
 from memory_pool.layout import PageLayout
 from memory_pool.near import near_data
 from memory_pool.raw import raw_dtype
@@ -107,6 +108,7 @@ class PageMemory:
         self.pool = link.allocate(self._shape(pool_devices * pool_pages), self._raw, pool)
         self.adapters = link.allocate(self._shape(adapter_pages), self._raw, device)
         self.kv = link.allocate(self._shape(kv_pages), self._raw, device)
+        use_huge_pages(jax.block_until_ready([self.pool, self.adapters, self.kv]))
         most = max(1, min(COPY_PAGES, COPY_BYTES // self.page_bytes))
         self._sizes = [1 << power for power in reversed(range(most.bit_length()))]
         self.copy_pages = self._sizes[0]

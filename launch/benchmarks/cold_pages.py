@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from launch.benchmarks.machine import last_level_cache_bytes, memory_bytes, usable_cores
-from memory_pool.huge_pages import use_huge_pages
 from memory_pool.layout import PageLayout
 from memory_pool.link import one_device_mesh
 from memory_pool.page_memory import PageMemory
@@ -76,8 +75,6 @@ class ColdPages:
         )
         rng = np.random.default_rng(seed)
         self._fill(count, rng)
-        # As a server has them.
-        use_huge_pages([self.memory.pool, self.memory.adapters]).join()
         self._order = {space: 1 + rng.permutation(count).astype(np.int32) for space in ("pool", "device")}
         self._next = dict.fromkeys(self._order, 0)
         self._words = np.asarray(self.memory.pool).reshape(-1).view(np.uint32)
