@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from memory_pool.adapter_pool import AdapterPool
-from memory_pool.huge_pages import use_huge_pages
 from memory_pool.kv_pool import KvPool
 from memory_pool.layout import PageLayout
 from memory_pool.ledger import Ledger
@@ -194,7 +193,6 @@ def build_engine(
         seed=config.seed,
         planner=planner,
     )
-    use_huge_pages([memory.pool, memory.adapters, memory.kv])
     return Deployment(
         engine=engine,
         config=config,
