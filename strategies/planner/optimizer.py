@@ -58,7 +58,7 @@ _UNDECIDED = (200, 10**9)
 _AFFORDABLE = 2e7
 """Adapters x strategies x places x places that are relaxed together at most."""
 
-_POLISHED = 2
+_POLISHED = 4
 """Decisions that are polished at last."""
 
 _VERY_FAR = 0.02
@@ -209,6 +209,7 @@ def _searched(folded: Folded, until: float) -> _Outcome:
             total = _total(folded, relaxed.prices)
             bounds = np.maximum(bounds, lower_bounds(folded, relaxed.prices, total, among))
         decision = rounded(folded, among[at], relaxed, total, bound_s=float(bounds[at]), levels=LEVELS)
+        decisions.append(decision)
         found = _Found(decision, decision.value(), among[at], relaxed, total, leading)
         open_[at] = False
         missed = max(0.0, found.value_s - float(bounds[at]))
@@ -223,7 +224,7 @@ def _searched(folded: Folded, until: float) -> _Outcome:
     if scale_s < best.value_s:
         best = best._replace(decision=simple, value_s=scale_s)
     if best.value_s > bound_s * (1 + _FAR):
-        best = _harder(folded, best, among[int(bounds.argmin())], bound_s, until)
+        best = _harder(folded, best, decisions, among[int(bounds.argmin())], bound_s=bound_s, until=until)
     return _Outcome(best.decision, best.relaxed.prices, best.total, bound_s)
 
 
@@ -240,11 +241,12 @@ def _total(folded: Folded, prices: Prices) -> np.ndarray:
     return folded.costs(prices.places) + prices.adapter_byte * folded.bytes
 
 
-def _harder(folded: Folded, best: _Found, likely: Node, bound_s: float, until: float) -> _Found:
+def _harder(
+    folded: Folded, best: _Found, decisions: list[Decision], likely: Node, *, bound_s: float, until: float
+) -> _Found:
     """What takes longer, in the part where the best plan was found and in the one that may hold the best."""
     affordable = int(_AFFORDABLE / (folded.num_columns * len(best.leading) ** 2))
     for number in sorted({min(number, affordable, len(folded.rows)) for number in _UNDECIDED}):
-        decisions = [best.decision]
         for node in [best.node] if _alike(best.node, likely) else [likely, best.node]:
             if time.perf_counter() > until:
                 return best
