@@ -244,7 +244,9 @@ def regroup(decision: Decision, rows: np.ndarray, *, sharpness: float | None, ro
         at = (few[:, None, :], columns)
         bytes_, own = (part[at].sum(axis=-1) for part in (singles.bytes, singles.own))
         good = np.nonzero((decision.overshoot(decision.bytes + bytes_) <= 0) & np.isfinite(own))
-        loads = sum(singles.loads[few[good[0], one], columns[good[1], one]] for one in range(_TOGETHER))
+        loads = np.zeros((len(own[good]), len(decision.loads)))
+        for one in range(_TOGETHER):
+            loads += singles.loads[few[good[0], one], columns[good[1], one]]
         values = _values(decision, loads, rate) + own[good]
         best = int(values.argmin())
         if values[best] < _still(decision, rate) * (1 - _GAIN):

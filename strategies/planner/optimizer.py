@@ -58,7 +58,7 @@ _UNDECIDED = (200, 10**9)
 _AFFORDABLE = 2e7
 """Adapters x strategies x places x places that are relaxed together at most."""
 
-_POLISHED = 4
+_POLISHED = 2
 """Decisions that are polished at last."""
 
 _VERY_FAR = 0.02

@@ -64,10 +64,7 @@ def _with_kv(problem: PlanProblem, columns: np.ndarray) -> Plan:
 def alone_seconds(problem: PlanProblem) -> np.ndarray:
     """[N, S] seconds of an adapter in a step with nobody else: fixed charges and its own loads; inf: not allowed."""
     n = problem.num_adapters
-    loads, serial = problem.load_s.reshape(n, -1), problem.serial_s.reshape(n, -1)
-    busy = (
-        np.flatnonzero(loads @ np.ones(loads.shape[1]) + serial @ np.ones(serial.shape[1])) if n else np.zeros(0, int)
-    )
+    busy = np.flatnonzero(problem.load_s.any(axis=(1, 2, 3)) | problem.serial_s.any(axis=(1, 2)))
     fixed_serial = problem.fixed_serial_s.sum(axis=-1)
     alone = np.tile((problem.fixed_load_s @ problem.group_matrix).max(axis=-1).sum(axis=-1) + fixed_serial, (n, 1))
     longest = ((problem.load_s[busy] + problem.fixed_load_s) @ problem.group_matrix).max(axis=-1)
@@ -222,8 +219,8 @@ class _Eviction:
         victims = self._needed(row, best, self.cold)
         if victims is None:
             options = []
-            for column in np.flatnonzero(np.isfinite(seconds)):
-                for group in (self.cold[:0], *map(self._largest_first, (self.cold, self.hot, others))):
+            for group in (self.cold[:0], *map(self._largest_first, (self.cold, self.hot, others))):
+                for column in np.flatnonzero(np.isfinite(seconds)):
                     evicted = self._needed(row, int(column), group)
                     if evicted is not None:
                         options.append((float(seconds[column]) + self._lost(evicted, others), int(column), evicted))

@@ -87,6 +87,17 @@ def test_paper_manager_caches_hot_adapters_and_evicts_cold_ones():
     assert (plan.strategy == RESIDENT).sum() == 2
 
 
+def test_paper_manager_evicts_others_that_serve_where_they_lose_less():
+    problem = rotating_problem([0, 1, 2], np.full(8, FETCH))
+    load = problem.load_s.copy()
+    load[2, FETCH:] *= 3
+    plan = PaperManager().choose(dataclasses.replace(problem, load_s=load))
+    assert plan.strategy[2] == RESIDENT, "3 s are saved over an adapter that loses 1 s"
+    assert np.bincount(plan.strategy[:2], minlength=2).tolist()[:2] == [1, 1]
+    equal = PaperManager().choose(problem)
+    assert equal.strategy[:3].tolist() == [RESIDENT, RESIDENT, FETCH], "nobody is evicted for nothing"
+
+
 def test_paper_manager_cools_towards_the_mean():
     manager = PaperManager()
     manager.observe({0: 5, 3: 1})
@@ -111,3 +122,13 @@ def test_alone_seconds_is_a_step_with_one_adapter():
     for column in range(4):
         plan = evaluate(one, np.array([column]), "local", 1.0)
         assert alone_seconds(one)[0, column] == pytest.approx(plan.step_s)
+
+
+def test_policies_without_adapters_plan_the_kv_alone() -> None:
+    whole = random_instance(3)
+    rows = ("load_s", "serial_s", "home", "device_bytes", "allowed", "active", "current", "move_s")
+    problem = dataclasses.replace(whole, **{name: getattr(whole, name)[:0] for name in rows})
+    for policy in (JointPlanner(), PaperManager(), LruPolicy(), FixedPolicy("fetch")):
+        plan = policy.choose(problem)
+        assert len(plan.strategy) == 0
+        assert not violations(problem, plan), policy.name
