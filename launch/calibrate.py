@@ -34,6 +34,8 @@ from memory_pool.probe import probe
 from plora_jax.checkpoints import LoadedModel, WeightsError, load_config, load_model
 from plora_jax.engine.build import EngineConfig, default_model_name
 from plora_jax.engine.machine import calibration_path, shape_of_model
+from plora_jax.model import pack_params
+from plora_jax.parallel import TensorParallel
 from strategies.kernel_tables import choose_kernels
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -117,7 +119,7 @@ def run_calibration(options: Calibrating, *, log: StageLog) -> Calibrated:
 
 
 def _base_model(options: Calibrating, log: StageLog) -> LoadedModel:
-    """In the dtype of the calibration where weights can have it."""
+    """In the dtype of the calibration where weights can have it, and packed as for a step."""
     dtype = "auto" if options.dtype == "float16" else options.dtype
     log.stage("weights")
     try:
@@ -125,7 +127,7 @@ def _base_model(options: Calibrating, log: StageLog) -> LoadedModel:
     except (OSError, WeightsError) as error:
         raise StartError(f"{error}; --nobase_steps goes without the weights") from error
     log.end()
-    return loaded
+    return dataclasses.replace(loaded, params=pack_params(loaded.params, TensorParallel(loaded.config)))
 
 
 def main() -> None:

@@ -29,12 +29,14 @@ from launch.benchmarks.strategy_programs import (
 from memory_pool import link
 from plora_jax.checkpoints import LoadedModel
 from plora_jax.model.dense import forward_full
+from plora_jax.model.layers import matmul
 from strategies import apply
 from strategies.cost import ModelShape, attention_quantities, decoding
 from strategies.cost.quantities import WIDE_BYTES
 from strategies.kernel_tables import KernelSet
 from strategies.lanes import ABSENT, SCRATCH_PAGES, AttentionLane, KvControl, KvLanes, LoraLane, Memory
 from strategies.paged_attention import CHUNK_TOKENS, NO_WINDOW, HeadMaths, Partial
+from strategies.products import pack, products, unsupported
 from strategies.setting import AttentionSetting, LoraSetting
 from strategies.strategy_table import ATTENTION, LORA
 
@@ -119,19 +121,21 @@ def link_samples(bench: Bench, num_bytes: int) -> list[Sample]:
 
 
 def matmul_sample(bench: Bench, *, rows: int, inputs: int, outputs: int) -> Sample:
-    """A product with a base weight of each layer."""
+    """A product with a base weight of each layer, kept as the engine keeps it."""
     layers, item = bench.layers, bench.shape.item_bytes
     key = jax.random.key(0)
     weights = jax.random.normal(key, (layers, outputs, inputs), bench.model.layout.dtype)
     x = random_numbers((rows, inputs), bench.model)
+    packed = unsupported(weights.shape, weights.dtype) is None
+    weights = jax.jit(pack)(weights) if packed else weights
 
-    def step(weights_LOI: jax.Array, x_TI: jax.Array) -> jax.Array:
-        def body(total: jax.Array, weight_OI: jax.Array) -> tuple[jax.Array, None]:
+    def step(weights: Any, x_TI: jax.Array) -> jax.Array:
+        def body(total: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
             own = x_TI + (total[:, None] * 0).astype(x_TI.dtype)
-            y = jnp.einsum("TI,OI->TO", own, weight_OI, preferred_element_type=jnp.float32)
+            y = products(own, [weights], layer)[0] if packed else matmul(own, weights[layer])
             return total + lax.optimization_barrier(y)[:, 0], None
 
-        return lax.scan(body, jnp.zeros(rows, jnp.float32), weights_LOI)[0]
+        return over_layers(body, rows, bench.model.layout)
 
     numbers = float(layers * inputs * outputs)
     quantities = {
@@ -147,11 +151,17 @@ def matmul_sample(bench: Bench, *, rows: int, inputs: int, outputs: int) -> Samp
 
 
 def base_sample(bench: Bench, base: LoadedModel, rows: int) -> Sample:
-    """The base model on rows that each see only themselves, up to the logits of all of them. Not in the fit."""
+    """The base model on rows that each see only themselves, up to the logits of all of them. Not in the fit.
+
+    Args:
+        bench: what programs are made of.
+        base: with its weights as the engine has them (`pack_params`).
+        rows: tokens.
+    """
     tokens = np.zeros((rows, 1), np.int32)
 
     def step(params: Any, tokens_B1: jax.Array) -> jax.Array:
-        logits_B1V = forward_full(params, base.config, tokens_B1)
+        logits_B1V = forward_full(params, base.config, tokens_B1, dtype=base.dtype)
         return lax.optimization_barrier(logits_B1V)[:, 0, 0]
 
     call = compile_step(step, bench.cold, (base.params, tokens), in_pool=())
