@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from strategies.planner.joint import JointPlanner
 from strategies.planner.load import AdapterLoad
 from strategies.planner.policies import FixedPolicy, LruPolicy, PaperManager, alone_seconds
 from strategies.planner.problem import PlanError, evaluate, violations
@@ -124,7 +125,7 @@ def test_alone_seconds_is_a_step_with_one_adapter():
         assert alone_seconds(one)[0, column] == pytest.approx(plan.step_s)
 
 
-def test_policies_without_adapters_plan_the_kv_alone() -> None:
+def test_policies_without_adapters_plan_the_kv_alone():
     whole = random_instance(3)
     rows = ("load_s", "serial_s", "home", "device_bytes", "allowed", "active", "current", "move_s")
     problem = dataclasses.replace(whole, **{name: getattr(whole, name)[:0] for name in rows})
