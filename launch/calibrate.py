@@ -1,7 +1,7 @@
 """Measures this machine and writes its hardware file, which the cost model and the planner go by.
 
   python -m launch.calibrate
-      the shapes of the default model; about two minutes on two cores, while nothing else runs
+      the shapes of the default model; less than two minutes on two cores; nothing else should run
 
   python -m launch.calibrate --output=machine.json --model=Qwen3-0.6B --runs=9
 
@@ -62,7 +62,7 @@ class Calibrating:
     dtype: str = "bfloat16"
     base_steps: bool = True
     points: str = "usual"
-    runs: int = 5
+    runs: int = 4
     data_mb: int | None = None
 
     @property

@@ -63,11 +63,9 @@ USUAL = Design(
     without_fetch=(
         LoraPoint(6, 2, 20),
         LoraPoint(10, 4, 36),
-        LoraPoint(24, 1, 24),
         LoraPoint(24, 6, 6),
         LoraPoint(48, 1, 36),
         LoraPoint(48, 4, 28),
-        LoraPoint(48, 3, 6),
         LoraPoint(80, 1, 6),
         LoraPoint(80, 4, 12),
     ),
