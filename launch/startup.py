@@ -186,3 +186,4 @@ def _print_memory(deployment: Deployment, log: StageLog) -> None:
     log.say("context", f"{limits.max_model_len} tokens a sequence; the pool has room for the KV of {tokens} tokens")
     log.say("kernels", describe_kernels(deployment.executor.kernels))
     log.say("link", deployment.probe.as_text())
+    log.say("planner", deployment.planning or "off: both strategies are forced")

@@ -73,6 +73,7 @@ class Deployment:
         probe: what the backend can do of what the pool needs.
         near_data: the compute near the data; `fail` it to see how the engine goes on without.
         weight_bytes: bytes of the base weights, all devices together.
+        planning: who plans and for which machine; None where both strategies are forced.
     """
 
     engine: Engine
@@ -87,6 +88,7 @@ class Deployment:
     probe: ProbeReport
     near_data: NearDataUnit
     weight_bytes: int
+    planning: str | None
 
     @property
     def kv_tokens(self) -> int:
@@ -206,6 +208,7 @@ def build_engine(
         probe=report,
         near_data=unit,
         weight_bytes=_tree_bytes(params),
+        planning=planner.about if planner else None,
     )
 
 

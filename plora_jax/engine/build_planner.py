@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import jax
@@ -20,8 +19,6 @@ from plora_jax.engine.near_guard import AttentionChoice
 from plora_jax.engine.plan_worker import PlanWorker, make_policy
 from plora_jax.engine.planning import EnginePlanner
 from strategies.cost import cost_model
-
-logger = logging.getLogger(__name__)
 
 
 def make_planner(
@@ -74,7 +71,6 @@ def make_planner(
         kv_bytes=(memory.num_kv_pages - 1) * layout.page_bytes,
         attention=None if config.attention_strategy == "auto" else config.attention_strategy,
     )
-    logger.info("plans by %s for hardware %s, cost model %s", config.planner, hardware.name, mode)
     return EnginePlanner(
         worker,
         kv=kv,
@@ -85,4 +81,5 @@ def make_planner(
         decode_rows=decode_rows,
         interval_steps=config.plan_interval_steps,
         most_pages=memory.copy_pages,
+        about=f"{config.planner}, for hardware {hardware.name}, cost model {mode}",
     )

@@ -56,6 +56,7 @@ class EnginePlanner:
         decode_rows: rows of the compiled programs that only decode, ascending.
         interval_steps: least steps between two plans.
         most_pages: pages copied between two steps.
+        about: who plans, and for which machine, in a line.
         thread: where the worker runs; by default a thread of its own.
     """
 
@@ -71,11 +72,13 @@ class EnginePlanner:
         decode_rows: SequenceOf[int],
         interval_steps: int,
         most_pages: int,
+        about: str,
         thread: Executor | None = None,
     ) -> None:
         self._worker, self._kv, self._attention, self._unit = worker, kv, attention, unit
         self._adapters, self._rows, self._decode_rows = adapters, rows, tuple(decode_rows)
         self._interval, self._most_pages = interval_steps, most_pages
+        self.about = about
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="planner")
         self._future: Future[Decision] | None = None
         self._decision: Decision | None = None

@@ -164,6 +164,7 @@ def test_start_says_what_is_loaded_and_what_memory_it_takes(served):
         r"context +512 tokens a sequence; the pool has room for the KV of \d+ tokens",
         r"kernels +\S",
         r"link +cpu: memory kinds .*; near-data functions work, \d+ us a call; link bytes are emulated",
+        r"planner +joint, for hardware \S+, cost model (ideal|calibrated)",
         r"serving +llama, all, qv",
     ):
         assert re.search(pattern, served.output), f"{pattern} is not in\n{served.output}"
