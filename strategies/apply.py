@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from strategies.lanes import KvControl, KvLanes, LoraLane, Memory
@@ -57,7 +58,7 @@ def delta(
 
 def is_used(lanes: Mapping[str, LoraLane]) -> jax.Array:
     """[] bool, whether any lane has adapters."""
-    return sum(lane.count for lane in lanes.values()) > 0
+    return jnp.stack([lane.count for lane in lanes.values()]).sum() > 0
 
 
 def attend(

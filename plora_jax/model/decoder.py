@@ -40,8 +40,9 @@ def stack_as_raw(params: Params) -> Params:
     """
 
     def raw(weight: Any) -> Any:
-        keep = isinstance(weight, PackedWeights) or weight.dtype.itemsize != 2 or _is_raw(weight)
-        return weight if keep else to_raw(weight)
+        if isinstance(weight, PackedWeights) or weight.dtype.itemsize != 2 or _is_raw(weight):
+            return weight
+        return to_raw(weight)
 
     return {**params, "layers": {name: raw(weight) for name, weight in params["layers"].items()}}
 
@@ -134,7 +135,8 @@ class Decoder:
 
     def _rotations(self, positions: jax.Array) -> Rotation:
         """[kinds, ..., H / 2]: the rotations that layers have in common, computed once."""
-        kinds = [rotation_of(positions, inverse_frequencies(rope, self.config.head_dim)) for rope in self._ropes]
+        freqs = [jnp.asarray(inverse_frequencies(rope, self.config.head_dim)) for rope in self._ropes]
+        kinds = [rotation_of(positions, of_kind) for of_kind in freqs]
         return Rotation(*map(jnp.stack, zip(*kinds, strict=True)))
 
     def logits(
