@@ -156,7 +156,7 @@ class DecoderLayer(nnx.Module):
 
     def _mlp(self, x: jax.Array, context: Context, layer: LayerConstants) -> jax.Array:
         gate, up = self._project(x, ("gate_proj", "up_proj"), context, layer)
-        # In float32 and rounded once: XLA on the CPU otherwise rounds after each operation, which takes three times as long.
+        # In float32 and rounded once: XLA on the CPU otherwise rounds after each operation, three times as slow.
         active = activate(gate.astype(jnp.float32), self.config.activation).astype(x.dtype)
         (out,) = self._project(active * up, ("down_proj",), context, layer)
         return out
