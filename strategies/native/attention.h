@@ -270,20 +270,30 @@ struct KvPages {
   const T* Keys(int64_t entry, int head) const { return pages + table[entry] * page_width + head * head_width; }
 };
 
+// The chunk that is read after the one at hand, entries [begin, end) of a table; none where `kv` is null.
+template <typename T>
+struct FirstChunk {
+  const KvPages<T>* kv;
+  int64_t begin, end;
+  int head;
+  Chunk<T> Get() const { return kv ? kv->ChunkOf(begin, end, head) : Chunk<T>{}; }
+};
+
 // Attention of a group over entries [from, to) of its table, for the KV heads from `head` on that `rows` has, each chunk
-// of all of them before the next chunk: what lies together in memory is read together.
+// of all of them before the next chunk: what lies together in memory is read together. `after` is read next.
 template <typename T, typename Q>
 void Attend(const std::vector<Rows<Q>>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
-            const ScoreMaths& maths) {
+            const ScoreMaths& maths, const FirstChunk<T>& after) {
   Room<Q> room(kv.page_tokens);
   const int heads = rows.size();
   to = std::min(to, kv.table_pages);
   for (int64_t entry = kv.Next(from); entry < to;) {
-    int64_t end = kv.ChunkEnd(entry, to), following = kv.Next(end), far = kv.ChunkEnd(following, to);
-    kv.FindAddresses(following, far, head, heads);
+    int64_t end = kv.ChunkEnd(entry, to), following = kv.Next(end);
+    const FirstChunk<T> then = following < to ? FirstChunk<T>{&kv, following, kv.ChunkEnd(following, to), head} : after;
+    if (then.kv) then.kv->FindAddresses(then.begin, then.end, then.head, heads);
     for (int i = 0; i < heads; ++i) {
       bool last = i + 1 == heads;
-      Chunk<T> next = last ? kv.ChunkOf(following, far, head) : kv.ChunkOf(entry, end, head + i + 1);
+      Chunk<T> next = last ? then.Get() : kv.ChunkOf(entry, end, head + i + 1);
       AttendChunk(rows[i], kv.ChunkOf(entry, end, head + i), entry * kv.page_tokens, kv.page_tokens, maths, next, room);
     }
     entry = following;

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <numeric>
 #include <vector>
 
 #include "attention.h"
@@ -277,10 +276,24 @@ struct AttentionCall {
   float *out, *top, *sum;
 };
 
-// `heads_of_task` heads of group n from `head` on. Q is the raw type that queries and weights are kept in.
+// The pages of group n.
+template <typename T>
+KvPages<T> PagesOf(const AttentionCall& call, const T* pages, int64_t n) {
+  int64_t dim = call.dim;
+  return {pages, call.page_width, call.page_tokens * dim, call.heads * call.page_tokens * dim, call.page_tokens,
+          static_cast<int>(dim), call.tables + n * call.table_pages, call.table_pages};
+}
+
+// What one task does: `heads` heads of group n from `head` on, whose queries see the entries [from, to) of its table.
+struct AttentionTask {
+  int64_t n, head, heads, from, to;
+};
+
+// Runs a task; `then`, which may be null, is run next. Q is the raw type that queries and weights are kept in.
 template <typename T, typename X, typename Q>
-void AttendHeads(const AttentionCall& call, const T* pages, const X* q, int64_t n, int64_t head, int64_t heads_of_task,
-                 std::pair<int64_t, int64_t> seen) {
+void AttendHeads(const AttentionCall& call, const T* pages, const X* q, const AttentionTask& task,
+                 const AttentionTask* then) {
+  const auto [n, head, heads_of_task, from, to] = task;
   int64_t count = call.count, dim = call.dim, padded = (dim + kStep<T, Q> - 1) / kStep<T, Q> * kStep<T, Q>;
   std::vector<HeadRows<Q>> own(heads_of_task);
   std::vector<Rows<Q>> rows;
@@ -295,17 +308,20 @@ void AttendHeads(const AttentionCall& call, const T* pages, const X* q, int64_t 
     rows.push_back({h.q.data(), h.positions.data(), static_cast<int>(count), static_cast<int>(padded), h.out.data(),
                     call.top + first, h.sums.data()});
   }
-  KvPages<T> kv{pages, call.page_width, call.page_tokens * dim, call.heads * call.page_tokens * dim, call.page_tokens,
-                static_cast<int>(dim), call.tables + n * call.table_pages, call.table_pages};
-  int64_t from = seen.first / call.page_tokens, to = (seen.second + call.page_tokens - 1) / call.page_tokens;
+  KvPages<T> kv = PagesOf(call, pages, n), kv_then = PagesOf(call, pages, then ? then->n : n);
+  FirstChunk<T> after{};
+  if (then) {
+    int64_t first = kv_then.Next(then->from);
+    if (first < then->to) after = {&kv_then, first, kv_then.ChunkEnd(first, then->to), static_cast<int>(then->head)};
+  }
   if constexpr (sizeof(Q) == 4) {
     if (padded == dim) {
-      Attend(rows, kv, head, from, to, call.maths);
+      Attend(rows, kv, head, from, to, call.maths, after);
     } else {
       AttendPadded(rows, kv, head, from, to, call.maths);
     }
   } else {
-    Attend(rows, kv, head, from, to, call.maths);
+    Attend(rows, kv, head, from, to, call.maths, after);
   }
   for (int64_t i = 0; i < heads_of_task; ++i) {
     int64_t first = (n * call.heads + head + i) * count;
@@ -333,16 +349,18 @@ ffi::Error AttentionImpl(ffi::ThreadPool pool, Any q, Any pages, I32 layer, I32 
   // Few rows are bound by memory, which likes all heads of a page together, unless that leaves threads without work.
   bool together = call.count <= 2 * kTileRows && call.groups >= 4 * static_cast<int64_t>(pool.num_threads());
   int64_t heads_of_task = together ? call.heads : 1, tasks_of_group = call.heads / heads_of_task;
-  std::vector<std::pair<int64_t, int64_t>> seen(call.groups);
-  std::vector<int> order(call.groups * tasks_of_group);
-  std::iota(order.begin(), order.end(), 0);
-  for (int64_t n = 0; n < call.groups; ++n) seen[n] = SeenTokens(call.positions + n * call.queries, call.queries, call.maths.window);
-  auto length = [&](int task) { return seen[task / tasks_of_group].second - seen[task / tasks_of_group].first; };
+  std::vector<AttentionTask> tasks;
+  for (int64_t n = 0; n < call.groups; ++n) {
+    auto seen = SeenTokens(call.positions + n * call.queries, call.queries, call.maths.window);
+    int64_t from = seen.first / page_tokens, to = std::min((seen.second + page_tokens - 1) / page_tokens, call.table_pages);
+    for (int64_t i = 0; i < tasks_of_group; ++i) tasks.push_back({n, i * heads_of_task, heads_of_task, from, to});
+  }
+  auto length = [](const AttentionTask& task) { return task.to - task.from; };
   // The longest first, so that no thread waits long for another at the end.
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return length(a) > length(b); });
+  std::stable_sort(tasks.begin(), tasks.end(), [&](const auto& a, const auto& b) { return length(a) > length(b); });
   std::vector<int64_t> costs;
-  int64_t of_token = 2 * call.dim * heads_of_task * ((call.count + kTileRows - 1) / kTileRows);
-  for (int task : order) costs.push_back(length(task) * of_token);
+  int64_t of_page = 2 * call.dim * page_tokens * heads_of_task * ((call.count + kTileRows - 1) / kTileRows);
+  for (const AttentionTask& task : tasks) costs.push_back(length(task) * of_page);
   ForTypes(pages, q, [&](auto page_type, auto q_type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
     using X = std::remove_const_t<std::remove_pointer_t<decltype(q_type)>>;
@@ -353,8 +371,7 @@ ffi::Error AttentionImpl(ffi::ThreadPool pool, Any q, Any pages, I32 layer, I32 
     }
     Parallel(pool.num_threads(), costs, [&](int begin, int end) {
       for (int i = begin; i < end; ++i) {
-        int64_t n = order[i] / tasks_of_group, head = order[i] % tasks_of_group;
-        attend(call, of_layer, Numbers<X>(q), n, head, heads_of_task, seen[n]);
+        attend(call, of_layer, Numbers<X>(q), tasks[i], i + 1 < end ? &tasks[i + 1] : nullptr);
       }
     });
   });
