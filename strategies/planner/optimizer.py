@@ -192,7 +192,7 @@ def _searched(folded: Folded, until: float) -> _Outcome:
     """Looks into the most promising part of the plans until none is left that could be better."""
     decisions = _simple(folded)
     simple, leading = min(decisions, key=Decision.value), _leading(folded, decisions)
-    scale_s = simple.value()
+    scale_s = max(simple.value(), 1e-30)
     among, sample = nodes(folded), _sample(folded)
     gap = _GAP if len(sample.rows) == len(folded.rows) else _SAMPLE_GAP
     first = Node(simple.attention, np.ones(folded.num_columns, bool), charged=False)

@@ -194,6 +194,7 @@ class _Newton:
 
 def _reach(point: _Point, move: _Point) -> tuple[float, float]:
     """How far along a move all primal, and all dual variables stay positive; at most 1 / _STEP."""
-    primal = max(-(move.x / np.maximum(point.x, 1e-300)).min(), -(move.slack / point.slack).min())
-    dual = max(-(move.z / point.z).min(), -(move.prices / point.prices).min())
+    # There may be no options at all: no adapters, and KV whose place is settled.
+    primal = max(-(move.x / np.maximum(point.x, 1e-300)).min(initial=0.0), -(move.slack / point.slack).min())
+    dual = max(-(move.z / point.z).min(initial=0.0), -(move.prices / point.prices).min())
     return 1.0 / max(primal, _STEP), 1.0 / max(dual, _STEP)

@@ -102,6 +102,24 @@ def test_optimize_no_adapters_chooses_kv_alone():
     assert len(plan.strategy) == 0
 
 
+@pytest.mark.parametrize("part", [0.0, 1.0])
+def test_optimize_idle_adapters_beside_kv_whose_place_is_settled_gives_a_plan(part):
+    problem = random_instance(0, n=10)
+    idle = dataclasses.replace(
+        problem,
+        load_s=part * problem.load_s,
+        serial_s=part * problem.serial_s,
+        move_s=part * problem.move_s,
+        active=np.zeros(10, bool),
+        kv=dataclasses.replace(problem.kv, min_fraction=1.0),
+        budget_bytes=problem.budget_bytes + problem.kv.device_bytes,
+    )
+    plan, duals = optimize(idle)
+    assert violations(idle, plan) == []
+    assert plan.kv_fraction == 1.0
+    assert optimize(idle, duals)[0].objective_s <= plan.objective_s * (1 + 1e-9)
+
+
 def test_optimize_what_cannot_fit_says_what_to_do():
     problem = random_instance(0, n=10)
     pinned = dataclasses.replace(problem, allowed=np.tile([True, False, False, False], (10, 1)), budget_bytes=1.0)
