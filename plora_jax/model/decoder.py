@@ -20,6 +20,7 @@ from jax import lax
 
 from memory_pool import from_raw, to_raw
 from plora_jax.config import ModelConfig
+from plora_jax.model import scopes
 from plora_jax.model.layers import Context, DecoderLayer, LayerConstants, matmul, rms_norm
 from plora_jax.model.rope import Rotation, inverse_frequencies, rotation_of
 from plora_jax.parallel import TensorParallel
@@ -118,7 +119,8 @@ class Decoder:
         packed = {name: w for name, w in params["layers"].items() if isinstance(w, PackedWeights)}
         sliced = {name: w for name, w in params["layers"].items() if name not in packed}
 
-        rotations = self._rotations(context.positions())
+        with jax.named_scope(scopes.ROTARY):
+            rotations = self._rotations(context.positions())
 
         def body(carry: tuple[jax.Array, Any], layer: tuple[Any, ...]) -> tuple[tuple[jax.Array, Any], None]:
             weights, index, rope, window = layer
@@ -131,7 +133,8 @@ class Decoder:
         index = np.arange(self.config.num_layers, dtype=np.int32)
         layers = (sliced, *map(jnp.asarray, (index, self._rope_of_layer, self._windows)))
         (x, cache), _ = lax.scan(body, (x, cache), layers)
-        return rms_norm(x, params["final_norm"], self.config), cache
+        with jax.named_scope(scopes.NORM):
+            return rms_norm(x, params["final_norm"], self.config), cache
 
     def _rotations(self, positions: jax.Array) -> Rotation:
         """[kinds, ..., H / 2]: the rotations that layers have in common, computed once."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from plora_jax.config import ModelConfig
+from plora_jax.model import scopes
 from plora_jax.model.moe import routed_experts
 from plora_jax.model.rope import rotate
 from plora_jax.parallel import ROW_PARALLEL, TensorParallel
@@ -117,7 +118,8 @@ class DecoderLayer(nnx.Module):
         return x + (self._norm("post_mlp_norm", out) if self.config.post_norms else out), cache
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self._weight(name), self.config)
+        with jax.named_scope(scopes.NORM):
+            return rms_norm(x, self._weight(name), self.config)
 
     def _weight(self, name: str) -> jax.Array:
         return getattr(self, name)[...]
@@ -126,15 +128,16 @@ class DecoderLayer(nnx.Module):
         self, x: jax.Array, names: Sequence[str], context: Context, layer: LayerConstants
     ) -> tuple[jax.Array, ...]:
         """Projections that share an input, with the adapters' part and the bias, summed before rounding."""
-        deltas = context.deltas(x, names, layer)
-        out = []
-        for name, y in self._products(x, names, layer).items():
-            # Only column-parallel projections have a bias, which is then this shard's: it is added once.
-            if hasattr(self, f"{name}_bias"):
-                y = y + self._weight(f"{name}_bias").astype(jnp.float32)
-            y = y + deltas[name] if name in deltas else y
-            out.append((self.parallel.add_up(y) if name in ROW_PARALLEL else y).astype(x.dtype))
-        return tuple(out)
+        with jax.named_scope(scopes.PRODUCTS[names[0]]):
+            deltas = context.deltas(x, names, layer)
+            out = []
+            for name, y in self._products(x, names, layer).items():
+                # Only column-parallel projections have a bias, which is then this shard's: it is added once.
+                if hasattr(self, f"{name}_bias"):
+                    y = y + self._weight(f"{name}_bias").astype(jnp.float32)
+                y = y + deltas[name] if name in deltas else y
+                out.append((self.parallel.add_up(y) if name in ROW_PARALLEL else y).astype(x.dtype))
+            return tuple(out)
 
     def _products(self, x: jax.Array, names: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
         """x times the base weights of projections that share it, float32."""
@@ -149,25 +152,28 @@ class DecoderLayer(nnx.Module):
         k, v = (y.reshape(*y.shape[:-1], c.num_kv_heads, c.head_dim) for y in (k, v))
         if c.qk_norm:
             q, k = self._norm("q_norm", q), self._norm("k_norm", k)
-        q, k = (rotate(y, layer.rotation) for y in (q, k))
+        with jax.named_scope(scopes.ROTARY):
+            q, k = (rotate(y, layer.rotation) for y in (q, k))
         cache, out = context.attend(cache, q, k, v, layer)
         (out,) = self._project(out.reshape(*out.shape[:-2], -1), ("o_proj",), context, layer)
         return out, cache
 
     def _mlp(self, x: jax.Array, context: Context, layer: LayerConstants) -> jax.Array:
         gate, up = self._project(x, ("gate_proj", "up_proj"), context, layer)
-        # In float32 and rounded once: XLA on the CPU otherwise rounds after each operation, three times as slow.
-        active = activate(gate.astype(jnp.float32), self.config.activation).astype(x.dtype)
-        (out,) = self._project(active * up, ("down_proj",), context, layer)
+        with jax.named_scope(scopes.ACTIVATION):
+            # In float32 and rounded once: XLA on the CPU otherwise rounds after each operation, three times as slow.
+            active = activate(gate.astype(jnp.float32), self.config.activation).astype(x.dtype) * up
+        (out,) = self._project(active, ("down_proj",), context, layer)
         return out
 
     def _experts(self, x: jax.Array) -> jax.Array:
-        mixed = routed_experts(
-            x,
-            router=self._weight("router"),
-            gate=self._weight("expert_gate"),
-            up=self._weight("expert_up"),
-            down=self._weight("expert_down"),
-            config=self.config,
-        )
-        return self.parallel.add_up(mixed).astype(x.dtype)
+        with jax.named_scope(scopes.EXPERTS):
+            mixed = routed_experts(
+                x,
+                router=self._weight("router"),
+                gate=self._weight("expert_gate"),
+                up=self._weight("expert_up"),
+                down=self._weight("expert_down"),
+                config=self.config,
+            )
+            return self.parallel.add_up(mixed).astype(x.dtype)
