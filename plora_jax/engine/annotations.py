@@ -5,7 +5,9 @@ They cost some hundred nanoseconds while nobody traces.
 
 from __future__ import annotations
 
-import jax
+import contextlib
+import sys
+from contextlib import AbstractContextManager
 
 STEP = "plora.step"
 PLAN = "plora.plan"
@@ -15,6 +17,8 @@ RESULTS = "plora.results"
 DELIVER = "plora.deliver"
 
 
-def annotate(part: str) -> jax.profiler.TraceAnnotation:
+def annotate(part: str) -> AbstractContextManager[object]:
     """A context in which the calling thread is said to be at a part of a step."""
-    return jax.profiler.TraceAnnotation(part)
+    # Code that plans runs without JAX, and then there is no profiler either.
+    profiler = sys.modules.get("jax.profiler")
+    return contextlib.nullcontext() if profiler is None else profiler.TraceAnnotation(part)
