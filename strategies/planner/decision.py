@@ -131,14 +131,16 @@ class Decision:
 
     def apply(self, moves: Moves, number: int) -> None:
         """Takes the first `number` of the moves."""
-        if number:
-            prefix = Moves(moves.rows[:number], moves.columns[:number])
-            work, own, used_bytes, counts = self._steps(prefix, np.array([number]))
-            self.loads += work[0]
-            self.own += float(own[0])
-            self.bytes = float(used_bytes[0])
-            self.count = counts[0].astype(int)
-            self.columns[prefix.rows] = prefix.columns
+        if number == 0:
+            return
+        folded, rows, columns = self.folded, moves.rows[:number], moves.columns[:number]
+        before, acting = self.columns[rows], folded.active[rows]
+        self.loads += (folded.work[rows, columns] - folded.work[rows, before]).sum(axis=0)
+        self.own += float((folded.own[rows, columns] - folded.own[rows, before]).sum())
+        self.bytes += float((folded.bytes[rows, columns] - folded.bytes[rows, before]).sum())
+        s = folded.num_columns
+        self.count = self.count + np.bincount(columns[acting], minlength=s) - np.bincount(before[acting], minlength=s)
+        self.columns[rows] = columns
 
 
 def _sums(change: np.ndarray, steps: np.ndarray) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 A place is a group on a pool device in a phase. Most can never be the longest of their phase, whatever is decided: only
 the K others are kept, so a decision of a thousand adapters is a sum of a thousand rows of K numbers. Rows that are idle
-and expected to stay so take no part: they get the strategy of fewest bytes, and what they have on the device stays
-there as far as the plan of the others leaves room.
+and expected to stay so take no part: they get a strategy that takes nothing of them, and what they have on the device
+stays there as far as the plan of the others leaves room.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ class _Layout(NamedTuple):
     Attributes:
         device: [F * R, P], resources of the device.
         pool: [F * R, P], resources of pool devices.
-        here: [H, P], how often work at a home (the last: striped) loads the place's pool device.
+        here: [H, P], how often work at a home (the last: striped) loads the place's pool device; 1 for places that
+            have device resources alone.
         exists: [P] bool; groups without pool resources count on pool device 0 alone.
-        phase: [P].
+        phase: [P]; starts: [F], where each begins.
+        apart: no group has resources of both kinds.
     """
 
     device: np.ndarray
@@ -35,10 +37,22 @@ class _Layout(NamedTuple):
     here: np.ndarray
     exists: np.ndarray
     phase: np.ndarray
+    starts: np.ndarray
+    apart: bool
 
     def places(self, sums: np.ndarray) -> np.ndarray:
         """Sums by home [..., H, F * R] as loads of places [..., P]."""
         return sums.sum(axis=-2) @ self.device + ((sums @ self.pool) * self.here).sum(axis=-2)
+
+    def work(self, load: np.ndarray, home: np.ndarray, keep: np.ndarray) -> np.ndarray:
+        """Loads of rows [M, S, F * R] as loads of some places [M, S, K]."""
+        flat, shape = load.reshape(-1, load.shape[-1]), (*load.shape[:2], len(keep))
+        device, pool = self.device[:, keep], self.pool[:, keep]
+        work = (flat @ (device + pool if self.apart else pool)).reshape(shape)
+        work *= self.here[home[:, None], keep][:, None, :]
+        if not self.apart:
+            work += (flat @ device).reshape(shape)
+        return work
 
 
 @functools.lru_cache(maxsize=64)
@@ -53,13 +67,16 @@ def _layout(num_phases: int, num_pool: int, groups: tuple[tuple[str, ...], ...],
         return np.kron(np.eye(num_phases), np.tile(of_resource, parts))
 
     first = np.repeat(np.arange(parts) == 0, len(groups))
-    in_pool = np.tile((matrix * ~on_device).any(axis=0), parts)
+    in_pool = (matrix * ~on_device).any(axis=0)
+    here = np.where(np.tile(in_pool, parts), np.repeat(spread, len(groups), axis=1), 1.0)
     return _Layout(
         by_phase(matrix * on_device),
         by_phase(matrix * ~on_device),
-        np.tile(np.repeat(spread, len(groups), axis=1), num_phases),
-        np.tile(first | in_pool, num_phases),
+        np.tile(here, num_phases),
+        np.tile(first | np.tile(in_pool, parts), num_phases),
         np.repeat(np.arange(num_phases), parts * len(groups)),
+        np.arange(num_phases) * (parts * len(groups)),
+        not (in_pool & (matrix * on_device).any(axis=0)).any(),
     )
 
 
@@ -68,7 +85,7 @@ class Folded:
 
     Args:
         problem: where they come from.
-        rest: [N] columns of rows that take no part; None: those of fewest bytes.
+        rest: [N] columns of rows that take no part; None: one that takes no memory and no move.
         fold_idle: rows that nobody expects take no part; False: all rows are live.
 
     Attributes:
@@ -94,8 +111,8 @@ class Folded:
 
     def __init__(self, problem: PlanProblem, rest: np.ndarray | None = None, *, fold_idle: bool = True) -> None:
         self.problem = problem
-        dormant, fewest = _dormant(problem)
-        self._rest = fewest if rest is None else rest
+        dormant, column = _dormant(problem)
+        self._rest = np.full(len(dormant), column) if rest is None else rest
         dormant &= fold_idle
         self.live = np.flatnonzero(~dormant)
         self._dormant = np.flatnonzero(dormant)
@@ -162,11 +179,7 @@ class Folded:
         self.starts = np.searchsorted(self.phase_of, np.arange(f))
         ends = np.append(self.starts, len(self.keep))
         self.kv_places = slice(int(ends[kv.phase]), int(ends[kv.phase + 1]))
-        flat = load.reshape(-1, f * r)
-        shape = (*load.shape[:2], len(self.keep))
-        self.work = (flat @ layout.pool[:, self.keep]).reshape(shape)
-        self.work *= layout.here[self.home[:, None], self.keep][:, None, :]
-        self.work += (flat @ layout.device[:, self.keep]).reshape(shape)
+        self.work = layout.work(load, self.home, self.keep)
 
     def costs(self, prices: np.ndarray) -> np.ndarray:
         """[M, S] seconds of every choice when a second of load on a place costs `prices` [K]; inf: not allowed."""
@@ -207,20 +220,13 @@ class Folded:
         return out
 
 
-def _dormant(problem: PlanProblem) -> tuple[np.ndarray, np.ndarray]:
-    """[N] bool, idle rows that nobody expects; [N], the columns of fewest bytes, the cheapest to get to among them."""
-    n = problem.num_adapters
-    bytes_, moves = problem.device_bytes, problem.move_s
-    if not problem.allowed.all():
-        bytes_, moves = (np.where(problem.allowed, figures, np.inf) for figures in (bytes_, moves))
-    rest = np.where(bytes_ <= bytes_.min(axis=1, keepdims=True), moves, np.inf).argmin(axis=1)
-    dormant = ~problem.active & (moves[np.arange(n), rest] <= moves.min(axis=1))
-    idle = np.flatnonzero(dormant)
-    if len(idle):
-        load, serial = problem.load_s.reshape(n, -1), problem.serial_s.reshape(n, -1)
-        expected = (load @ np.ones(load.shape[1]))[idle] + (serial @ np.ones(serial.shape[1]))[idle]
-        dormant[idle[expected > 0]] = False
-    return dormant, rest
+def _dormant(problem: PlanProblem) -> tuple[np.ndarray, int]:
+    """[N] bool, idle rows that nobody expects; the column that takes nothing of them: no memory, and no move."""
+    nothing = problem.allowed & (problem.device_bytes <= 0) & (problem.move_s <= 0)
+    column = int(np.count_nonzero(nothing, axis=0).argmax())
+    dormant = ~problem.active & nothing[:, column]
+    dormant[problem.loaded] = False
+    return dormant, column
 
 
 def _that_matter(loads: np.ndarray, layout: _Layout, num_columns: int) -> np.ndarray:
@@ -229,9 +235,8 @@ def _that_matter(loads: np.ndarray, layout: _Layout, num_columns: int) -> np.nda
     ways = loads[s + 1 : -2]  # all KV on the device, all in the pool by each attention strategy
     low = np.where(layout.exists, loads[s] + loads[-1] + ways.min(axis=0), -np.inf)
     high = loads[s] + loads[-2] + ways.max(axis=0) + loads[:s].sum(axis=0)
-    starts = np.searchsorted(layout.phase, np.arange(layout.phase[-1] + 1))
-    highest = np.maximum.reduceat(low, starts)[layout.phase]
-    leading = low == highest
-    first = np.zeros_like(leading)
-    first[np.unique(np.where(leading, layout.phase, -1), return_index=True)[1]] = True
-    return np.flatnonzero(layout.exists & ((high > highest) | (first & leading)))
+    highest = np.maximum.reduceat(low, layout.starts)[layout.phase]
+    matter = high > highest
+    leading = np.flatnonzero(low == highest)
+    matter[leading[np.searchsorted(layout.phase[leading], np.arange(len(layout.starts)))]] = True
+    return np.flatnonzero(layout.exists & matter)

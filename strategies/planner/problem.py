@@ -158,6 +158,13 @@ class PlanProblem:
         return np.array([[float(name in group) for group in self.groups] for name in RESOURCES])
 
     @functools.cached_property
+    def loaded(self) -> np.ndarray:
+        """[M] rows that load anything in any column: idle adapters that nobody expects do not."""
+        n, (s, f, r) = len(self.home), self.load_s.shape[1:]
+        load, serial = self.load_s.reshape(n, s * f * r), self.serial_s.reshape(n, s * f)
+        return np.flatnonzero(load @ np.ones(s * f * r) + serial @ np.ones(s * f))
+
+    @functools.cached_property
     def adapter_budget_bytes(self) -> float:
         """Device memory that adapters can have at all: the rest belongs to the KV that must be there."""
         rest = self.budget_bytes - self.kv.min_fraction * self.kv.device_bytes
@@ -214,15 +221,14 @@ def resource_loads(
         loads: [F, D, R] (D is 1 when `pool_shared`), device columns the same for all D.
         serial: [F].
     """
-    rows = np.arange(problem.num_adapters)
-    chosen = problem.load_s[rows, strategy]
-    num_pool = problem.num_pool_devices
+    rows, num_pool = problem.loaded, problem.num_pool_devices
+    chosen = problem.load_s[rows, strategy[rows]]
     loads = problem.base_load_s.copy()
-    serial = problem.base_serial_s + problem.serial_s[rows, strategy].sum(axis=0)
+    serial = problem.base_serial_s + problem.serial_s[rows, strategy[rows]].sum(axis=0)
     used = np.flatnonzero(np.bincount(strategy[problem.active], minlength=len(problem.strategies)))
     common = problem.fixed_load_s[used].sum(axis=0)
     serial = serial + problem.fixed_serial_s[used].sum(axis=0)
-    homes = (problem.home == np.arange(STRIPED, num_pool)[:, None]).astype(float)
+    homes = (problem.home[rows] == np.arange(STRIPED, num_pool)[:, None]).astype(float)
     by_home = (homes @ chosen.reshape(len(rows), common.size)).reshape(num_pool + 1, *common.shape)
     common += by_home[0]
     loads[:, :, DEVICE_RESOURCES:] += common[:, None, DEVICE_RESOURCES:]
@@ -271,14 +277,19 @@ def evaluate(problem: PlanProblem, strategy: np.ndarray, attention: str, kv_frac
         objective_s=step_s + moved,
         device_bytes=float(problem.device_bytes[rows, strategy].sum()) + kv_fraction * kv.device_bytes,
         phase_s=phase_s,
-        bottleneck=tuple(_bound_name(problem, *divmod(int(at), num_groups)) for at in worst),
+        bottleneck=tuple(_names(problem.groups, num_pool, apart=not problem.pool_shared)[at] for at in worst),
     )
 
 
-def _bound_name(problem: PlanProblem, device: int, group: int) -> str:
-    names = problem.groups[group]
-    in_pool = any(RESOURCES.index(name) >= DEVICE_RESOURCES for name in names)
-    return "+".join(names) + (f"@{device}" if in_pool and not problem.pool_shared else "")
+@functools.lru_cache(maxsize=64)
+def _names(groups: tuple[tuple[str, ...], ...], num_pool: int, *, apart: bool) -> list[str]:
+    """Names of all groups, those of each pool device after those of the one before it."""
+    in_pool = [any(RESOURCES.index(name) >= DEVICE_RESOURCES for name in names) for names in groups]
+    return [
+        "+".join(names) + (f"@{device}" if pool and apart else "")
+        for device in range(num_pool)
+        for names, pool in zip(groups, in_pool, strict=True)
+    ]
 
 
 def violations(problem: PlanProblem, plan: Plan) -> list[str]:
