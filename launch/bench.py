@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from launch import flags
-from launch.benchmarks import strategies, throughput
+from launch.benchmarks import latency, strategies, throughput
 
 
 class Benchmark(NamedTuple):
@@ -38,6 +38,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         throughput.__doc__,
         throughput.define_flags,
         throughput.main,
+    ),
+    "latency": Benchmark(
+        "a decode step, ITL and TTFT by batch size and adapters; --breakdown says where the time of a step goes",
+        latency.__doc__,
+        latency.define_flags,
+        latency.main,
     ),
     "strategies": Benchmark(
         "time and link bytes of the LoRA strategies, near-data functions against the memory's rate",

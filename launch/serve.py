@@ -14,6 +14,9 @@ r"""Serves one base model and its LoRA adapters over an OpenAI-compatible HTTP A
   python -m launch.serve --host 0.0.0.0 --flagfile server.flags
       flags from a file, one a line; keeps --api_key out of the list of processes
 
+  python -m launch.serve --profile_dir /tmp/trace
+      also a trace of the first steps of traffic, by operation, with the names of the parts of a step
+
 SIGTERM or Ctrl-C ends it: running answers get --shutdown_timeout_s to finish. A second Ctrl-C ends it at once.
 """
 
@@ -34,6 +37,7 @@ from launch.http import HttpConfig, ServerState, serve_app
 from launch.http.adapter_paths import name_problem
 from launch.http.metrics import Metrics, MetricSources
 from launch.http.server import AddressError, open_socket
+from launch.profiling import HOW_TO_OPEN, ProfileConfig, StepProfiler, keep_names_in_programs
 from launch.startup import (
     AdapterFlags,
     check_template,
@@ -48,22 +52,23 @@ from plora_jax.engine.compile import counter
 
 
 def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
-    """One flag for each field of the three dataclasses that a server is made of."""
-    for config_class in (EngineConfig, HttpConfig, AdapterFlags):
+    """One flag for each field of the dataclasses that a server is made of."""
+    for config_class in (EngineConfig, HttpConfig, AdapterFlags, ProfileConfig):
         flags.define(config_class, flag_values=flag_values)
 
 
 def main() -> int:
     """Runs the server that the flags describe until a signal ends it."""
-    engine_config, http_config = flags.read(EngineConfig), flags.read(HttpConfig)
+    engine_config, http_config, profile = flags.read(EngineConfig), flags.read(HttpConfig), flags.read(ProfileConfig)
     adapters = parse_lora_modules(flags.read(AdapterFlags).lora_modules)
     template = read_template(http_config.chat_template)
-    check(engine_config, http_config, adapters)
+    check(engine_config, http_config, adapters, profile=profile)
     try:
         listening = open_socket(http_config.host, http_config.port)
     except AddressError as error:
         raise StartError(str(error)) from error
     log = StageLog(Console())
+    profiler = None if profile.profile_dir is None else make_profiler(profile, log=log)
     deployment = start_engine(
         engine_config,
         adapters,
@@ -72,18 +77,39 @@ def main() -> int:
         shipped=shipped_adapters(engine_config),
     )
     state = make_state(deployment, http_config, template=template)
-    return run_server(state, listening, log=log)
+    deployment.executor.on_step = profiler
+    status = run_server(state, listening, log=log)
+    if profiler is not None:
+        profiler.close()
+    return status
 
 
-def check(engine: EngineConfig, http: HttpConfig, adapters: Collection[str] = ()) -> None:
+def make_profiler(profile: ProfileConfig, *, log: StageLog) -> StepProfiler:
+    """Traces the first steps of traffic and says where the trace is; to be made before the engine is.
+
+    Raises:
+        StartError: the directory cannot be made.
+    """
+    keep_names_in_programs()
+    return StepProfiler(
+        profile.profile_dir or "",
+        steps=profile.profile_steps,
+        on_done=lambda directory: log.say("trace", f"{directory}: {HOW_TO_OPEN} {directory}"),
+    )
+
+
+def check(
+    engine: EngineConfig, http: HttpConfig, adapters: Collection[str] = (), *, profile: ProfileConfig | None = None
+) -> None:
     """Raises StartError naming every value that cannot be.
 
     Args:
         engine: flags of the engine.
         http: flags of the server.
         adapters: names of those that are to be loaded.
+        profile: flags of traces.
     """
-    problems = [*engine_problems(engine, adapters), *http.problems()]
+    problems = [*engine_problems(engine, adapters), *http.problems(), *(profile.problems() if profile else ())]
     if http.adapter_root is not None and not os.path.isdir(http.adapter_root):
         problems.append(f"--adapter_root {http.adapter_root!r} is not a directory")
     if http.adapter_root is not None and not http.adapter_routes_on:

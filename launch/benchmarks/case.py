@@ -8,10 +8,12 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from launch.benchmarks.arrivals import Arrival
 from launch.benchmarks.measurement import Job
 from launch.benchmarks.synthetic import ALL_LINEAR
 from launch.flags import StartError
 
+_WARM_UP_REQUESTS = 8
 _PEERS = {"requests": 32, "prompt_tokens": 128, "new_tokens": 64, "adapter_ranks": "8,16,32,64"}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -48,6 +50,11 @@ class ThroughputCase:
             OPENAI_API_KEY is sent where the environment has it.
         served_model: with --url, models that answer, in turn; comma separated; repeatable. By default the first that
             the server lists.
+        trace: take arrivals and lengths of requests from this file instead: CSV with TIMESTAMP, ContextTokens and
+            GeneratedTokens, as the Azure LLM inference traces. Requests are sent at their times, whether or not others
+            are answered; those that the context does not hold are dropped and counted.
+        trace_scale: share of the trace's requests that are sent, evenly over it, above 0 to 1.
+        trace_minutes: send only the first minutes of the trace; None for all.
         output_json: file to write all figures to.
     """
 
@@ -68,6 +75,9 @@ class ThroughputCase:
     device_adapter_mb: int | None = None
     url: str | None = None
     served_model: tuple[str, ...] = ()
+    trace: str | None = None
+    trace_scale: float = 1.0
+    trace_minutes: float | None = None
     output_json: str | None = None
 
     @property
@@ -108,9 +118,21 @@ class ThroughputCase:
             )
         if self.output_json is not None and not pathlib.Path(self.output_json).expanduser().parent.is_dir():
             problems.append(f"--output_json {self.output_json!r} is in a directory that does not exist: make it first")
-        problems += self._contradictions()
+        problems += self._trace_problems() + self._contradictions()
         if problems:
             raise StartError("; ".join(problems))
+
+    def _trace_problems(self) -> list[str]:
+        problems = []
+        if not 0 < self.trace_scale <= 1:
+            problems.append(f"--trace_scale must be above 0 and at most 1, got {self.trace_scale}")
+        if self.trace_minutes is not None and self.trace_minutes <= 0:
+            problems.append(f"--trace_minutes must be above 0, got {self.trace_minutes}")
+        if self.trace is None and (self.trace_scale, self.trace_minutes) != (1.0, None):
+            problems.append("--trace_scale and --trace_minutes need --trace: name the file")
+        if self.trace is not None and self.concurrency is not None:
+            problems.append("--concurrency has no use with --trace: requests are sent at the trace's times")
+        return problems
 
     def _contradictions(self) -> list[str]:
         problems = []
@@ -167,9 +189,31 @@ def jobs_of_runs(
     """
     rng = random.Random(case.seed)
     while True:
-        yield [
-            Job(
-                [rng.randrange(*ids_range) for _ in range(case.prompt_tokens)], models[i % len(models)], case.new_tokens
-            )
-            for i in range(case.requests)
-        ]
+        alike = [Arrival(0.0, case.prompt_tokens, case.new_tokens)] * case.requests
+        yield _jobs(rng, alike, models, ids_range)
+
+
+def jobs_of_replays(
+    case: ThroughputCase, sent: Sequence[Arrival], models: Sequence[str | None], *, ids_range: tuple[int, int]
+) -> Iterator[list[Job]]:
+    """A few requests of a trace at once, to warm up, and then all of them at their times, again and again.
+
+    Args:
+        case: has the seed.
+        sent: requests of the trace.
+        models: who answers, in turn.
+        ids_range: token ids of prompts, [low, high).
+    """
+    rng = random.Random(case.seed)
+    yield _jobs(rng, [arrival._replace(at_s=0.0) for arrival in sent[:_WARM_UP_REQUESTS]], models, ids_range)
+    while True:
+        yield _jobs(rng, sent, models, ids_range)
+
+
+def _jobs(
+    rng: random.Random, sent: Sequence[Arrival], models: Sequence[str | None], ids_range: tuple[int, int]
+) -> list[Job]:
+    return [
+        Job([rng.randrange(*ids_range) for _ in range(a.prompt_tokens)], models[i % len(models)], a.new_tokens, a.at_s)
+        for i, a in enumerate(sent)
+    ]

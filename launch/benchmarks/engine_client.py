@@ -51,9 +51,11 @@ class EngineTarget:
         return self._engine.stats().preemptions
 
     async def _run_all(self, jobs: Sequence[Job], concurrency: int) -> list[RequestRecord]:
-        turn = asyncio.Semaphore(concurrency)
+        turn, started_s = asyncio.Semaphore(concurrency), time.perf_counter()
 
         async def answer(job: Job) -> RequestRecord:
+            if job.at_s:
+                await asyncio.sleep(started_s + job.at_s - time.perf_counter())
             async with turn:
                 return await self._run_one(job)
 
@@ -95,7 +97,8 @@ def running_engine(case: ThroughputCase, engine: EngineConfig, log: StageLog) ->
         raise StartError(str(error)) from error
     finally:
         log.end()
-    _check_context(case, deployment)
+    if case.trace is None:
+        _check_context(case, deployment)
     deployment.engine.start()
     try:
         yield deployment

@@ -18,6 +18,7 @@ from launch.benchmarks.measurement import Job, RequestRecord
 from launch.flags import StartError
 
 _TIMEOUT_S = 900.0
+_MOST_THREADS = 512
 _COMPILATIONS, _PREEMPTIONS = "plora:compilations_total", "vllm:num_preemptions"
 
 
@@ -41,8 +42,30 @@ class HttpTarget:
         Raises:
             StartError: the server cannot be reached, refuses a job, or does not count its tokens.
         """
-        with ThreadPoolExecutor(concurrency or len(jobs)) as threads:
-            return list(threads.map(self._run_one, jobs))
+        started_s = time.perf_counter()
+        with ThreadPoolExecutor(min(concurrency or len(jobs), _MOST_THREADS)) as threads:
+            running = []
+            for job in jobs:
+                wait_s = started_s + job.at_s - time.perf_counter()
+                if job.at_s and wait_s > 0:
+                    time.sleep(wait_s)
+                running.append(threads.submit(self._run_one, job, started_s))
+            return [answer.result() for answer in running]
+
+    def max_model_len(self, model: str | None) -> int | None:
+        """Longest sequence of a model that the server lists, None where it does not say."""
+        with self._ask("GET", "/v1/models") as response:
+            cards = _object(response.read()).get("data") or ()
+        lengths = {card.get("id"): card.get("max_model_len") for card in cards}
+        return lengths.get(model) or max((length for length in lengths.values() if length), default=None)
+
+    def healthy(self) -> bool:
+        """Whether the server says that it can answer."""
+        try:
+            with self._ask("GET", "/health"):
+                return True
+        except StartError:
+            return False
 
     def first_model(self) -> str:
         """The first model that the server lists."""
@@ -60,7 +83,7 @@ class HttpTarget:
         """What the server's metrics say, where they name vLLM's preemptions."""
         return self._metric(_PREEMPTIONS)
 
-    def _run_one(self, job: Job) -> RequestRecord:
+    def _run_one(self, job: Job, started_s: float) -> RequestRecord:
         body = {
             "model": job.model,
             "prompt": list(job.prompt_ids),
@@ -72,7 +95,8 @@ class HttpTarget:
         }
         piece_s: list[float] = []
         usage: Mapping[str, int] | None = None
-        sent_s = time.perf_counter()
+        # A request that has a time counts from it, also where no thread was free to send it.
+        sent_s = started_s + job.at_s if job.at_s else time.perf_counter()
         with self._ask("POST", "/v1/completions", body=json.dumps(body)) as response:
             for event in _events(response):
                 now_s = time.perf_counter()

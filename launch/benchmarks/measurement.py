@@ -16,11 +16,13 @@ class Job(NamedTuple):
         prompt_ids: token ids.
         model: adapter or model that answers; None for the base model.
         new_tokens: tokens to generate.
+        at_s: when it is sent, seconds after the first of its run; 0 for as soon as its turn comes.
     """
 
     prompt_ids: Sequence[int]
     model: str | None
     new_tokens: int
+    at_s: float = 0.0
 
 
 class RequestRecord(NamedTuple):
@@ -47,7 +49,8 @@ class Target(Protocol):
         """Sends all jobs and waits for the answers.
 
         Args:
-            jobs: in the order in which they are sent.
+            jobs: in the order in which they are sent; those with a time are sent at that time, and what they take
+                counts from then.
             concurrency: requests in flight at most; None for all at once.
         """
         ...

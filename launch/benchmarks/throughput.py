@@ -12,10 +12,17 @@
   python -m launch.bench throughput --case=peers-base --url=http://127.0.0.1:8000 --output_json=base.json
       a server that runs already, ours or another's; --served_model=a,b,c names its adapters
 
+  python -m launch.bench throughput --case=peers-32 --profile_dir=/tmp/trace
+      also a trace of the first steps of one more run
+
+  python -m launch.bench throughput --trace=AzureLLMInferenceTrace_conv.csv --trace_scale=0.02 --trace_minutes=10
+      arrivals and lengths of a trace, every 50th request of its first ten minutes; also with --url
+
 Prompts are random token ids. Every answer is greedy and as long as asked for. Rates count from the first request to
 the last token, prefill included. TTFT is from sending a request to the first piece of its answer, ITL between two
-pieces; both as the client sees them. Figures are medians of --runs runs after one to warm up. Progress goes to standard
-error, the report to standard output.
+pieces; both as the client sees them, from the time of the trace where there is one. Figures are medians of --runs runs
+after one to warm up; a trace is run once, after a few of its requests, where --runs is not given. Progress goes to
+standard error, the report to standard output.
 """
 
 from __future__ import annotations
@@ -28,14 +35,15 @@ import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from absl import flags as absl_flags
 from rich.console import Console
 
 from launch import flags
-from launch.benchmarks.case import PRESETS, ThroughputCase, jobs_of_runs, prompt_ids_range
+from launch.benchmarks.arrivals import Arrival, Replay, read_trace, replay
+from launch.benchmarks.case import PRESETS, ThroughputCase, jobs_of_replays, jobs_of_runs, prompt_ids_range
 from launch.benchmarks.engine_client import EngineTarget, running_engine
 from launch.benchmarks.http_client import HttpTarget
 from launch.benchmarks.machine import describe_machine, describe_software
@@ -43,8 +51,10 @@ from launch.benchmarks.measurement import RunFigures, Target, measure
 from launch.benchmarks.report import System, ThroughputReport
 from launch.console import StageLog
 from launch.flags import StartError
+from launch.profiling import HOW_TO_OPEN, NO_PROFILE, ProfileConfig, StepProfiler, keep_names_in_programs
 from plora_jax.engine.build import Deployment, EngineConfig
 from plora_jax.engine.errors import EngineDeadError, GenerationFailedError
+from plora_jax.engine.executor import JaxExecutor
 
 # The case decides about these itself.
 _NOT_FLAGS = ("seed", "enable_lora", "max_lora_rank", "device_adapter_mb", "max_waiting")
@@ -58,17 +68,22 @@ class Subject(NamedTuple):
         models: who answers, in turn.
         vocab_size: V, None where it is not known.
         system: what it is, for the report.
+        max_tokens: that a sequence holds, None where it is not known.
+        executor: carries out its steps, None for a server.
     """
 
     target: Target
     models: list[str | None]
     vocab_size: int | None
     system: System
+    max_tokens: int | None
+    executor: JaxExecutor | None = None
 
 
 def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
     """One flag for each option of a case, and of the engine as far as the case leaves it open."""
     flags.define(ThroughputCase, flag_values=flag_values)
+    flags.define(ProfileConfig, flag_values=flag_values)
     flags.define(EngineConfig, leave_out=_NOT_FLAGS, flag_values=flag_values)
 
 
@@ -83,6 +98,8 @@ def read_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> tuple[T
     if flag_values["adapter_dirs"].value and "adapters" in open_fields:
         # Real adapters take the place of a preset's synthetic ones.
         open_fields["adapters"] = 0
+    if flag_values["trace"].value and flag_values["runs"].using_default_value:
+        open_fields["runs"] = 1
     case = flags.read(ThroughputCase, flag_values=flag_values, **open_fields)
     case.validate()
     engine = flags.read(EngineConfig, flag_values=flag_values, **{name: _default(name) for name in _NOT_FLAGS})
@@ -103,7 +120,9 @@ def _default(name: str) -> Any:
     return next(field.default for field in dataclasses.fields(EngineConfig) if field.name == name)
 
 
-def run_throughput(case: ThroughputCase, engine: EngineConfig, *, command: str, log: StageLog) -> ThroughputReport:
+def run_throughput(
+    case: ThroughputCase, engine: EngineConfig, *, command: str, log: StageLog, profile: ProfileConfig = NO_PROFILE
+) -> ThroughputReport:
     """Measures a case.
 
     Args:
@@ -111,10 +130,20 @@ def run_throughput(case: ThroughputCase, engine: EngineConfig, *, command: str, 
         engine: where no server is named, the engine.
         command: command line that asks for this.
         log: told how far it is.
+        profile: which trace is kept.
 
     Raises:
         StartError: the case cannot be measured.
     """
+    if problems := profile.problems():
+        raise StartError("; ".join(problems))
+    if profile.profile_dir is not None:
+        keep_names_in_programs()
+    trace = read_trace(case.trace) if case.trace is not None else None
+    if trace is not None:
+        # Room for all that may wait; those that the context does not hold are known only once there is an engine.
+        most = replay(trace, scale=case.trace_scale, minutes=case.trace_minutes, max_tokens=None)
+        case = dataclasses.replace(case, requests=max(len(most.arrivals), 1))
 
     def say(number: int, figures: RunFigures) -> None:
         name = f"run {number}/{case.runs}" if number else "warm-up"
@@ -123,15 +152,21 @@ def run_throughput(case: ThroughputCase, engine: EngineConfig, *, command: str, 
 
     with _subject(case, engine, log) as subject:
         ids_range = prompt_ids_range(case, subject.vocab_size)
+        sent = None
         jobs = jobs_of_runs(case, subject.models, ids_range=ids_range)
+        if trace is not None:
+            sent = _replayed(case, trace, subject.max_tokens)
+            jobs = jobs_of_replays(case, sent.arrivals, subject.models, ids_range=ids_range)
         try:
             measured = measure(
                 subject.target, lambda: next(jobs), runs=case.runs, concurrency=case.concurrency, on_run=say
             )
+            if profile.profile_dir is not None and subject.executor is not None:
+                _profile(subject.executor, lambda: subject.target.run(next(jobs), concurrency=None), profile, log)
         except (ValueError, EngineDeadError, GenerationFailedError) as error:
             raise StartError(f"the engine could not serve the case: {error}") from error
     return ThroughputReport(
-        case=_case_in_words(case, subject.models, ids_range),
+        case=_case_in_words(case, subject.models, ids_range, sent=sent),
         options=dataclasses.asdict(case),
         system=subject.system,
         machine=describe_machine(),
@@ -146,7 +181,10 @@ def main() -> int:
     """Measures what the flags describe, prints the report, and writes it where asked."""
     case, engine = read_flags()
     command = shlex.join(["python", "-m", "launch.bench", "throughput", *sys.argv[1:]])
-    report = run_throughput(case, engine, command=command, log=StageLog(Console(stderr=True)))
+    profile, log = flags.read(ProfileConfig), StageLog(Console(stderr=True))
+    if case.url is not None and profile.profile_dir is not None:
+        raise StartError("--profile_dir has no use with --url: start the server with it")
+    report = run_throughput(case, engine, command=command, log=log, profile=profile)
     print(report.as_text())
     if case.output_json is not None:
         try:
@@ -156,16 +194,45 @@ def main() -> int:
     return 0
 
 
+def _replayed(case: ThroughputCase, trace: Sequence[Arrival], max_tokens: int | None) -> Replay:
+    sent = replay(trace, scale=case.trace_scale, minutes=case.trace_minutes, max_tokens=max_tokens)
+    if not sent.arrivals:
+        raise StartError(
+            f"--trace {case.trace!r} leaves no request ({sent.dropped} are beyond {max_tokens} tokens): raise "
+            "--trace_scale or --trace_minutes"
+        )
+    return sent
+
+
+def _profile(executor: JaxExecutor, run: Callable[[], object], profile: ProfileConfig, log: StageLog) -> None:
+    """Traces the first steps of a run."""
+    profiler = StepProfiler(profile.profile_dir or "", steps=profile.profile_steps)
+    executor.on_step = profiler
+    run()
+    executor.on_step = None
+    profiler.close()
+    log.say("trace", f"{profile.profile_dir}: {HOW_TO_OPEN} {profile.profile_dir}")
+
+
 @contextlib.contextmanager
 def _subject(case: ThroughputCase, engine: EngineConfig, log: StageLog) -> Iterator[Subject]:
     if case.url is not None:
         server = HttpTarget(case.url, api_key=os.environ.get("OPENAI_API_KEY"))
         models: list[str | None] = [*(case.model_names or [server.first_model()])]
-        yield Subject(server, models, None, System(f"{', '.join(map(str, models))} at {server.url}"))
+        system = System(f"{', '.join(map(str, models))} at {server.url}")
+        holds = server.max_model_len(models[0]) if case.trace is not None else None
+        yield Subject(server, models, None, system, holds)
         return
     with running_engine(case, engine, log) as deployment:
         models = [status.name for status in deployment.engine.adapters()] or [None]
-        yield Subject(EngineTarget(deployment.engine), models, deployment.model.vocab_size, _system(deployment))
+        yield Subject(
+            EngineTarget(deployment.engine),
+            models,
+            deployment.model.vocab_size,
+            _system(deployment),
+            deployment.engine.max_model_len,
+            deployment.executor,
+        )
 
 
 def _system(deployment: Deployment) -> System:
@@ -183,12 +250,16 @@ def _system(deployment: Deployment) -> System:
     )
 
 
-def _case_in_words(case: ThroughputCase, models: list[str | None], ids_range: tuple[int, int]) -> str:
+def _case_in_words(
+    case: ThroughputCase, models: list[str | None], ids_range: tuple[int, int], *, sent: Replay | None
+) -> str:
     preset = PRESETS[case.case] if case.case else {}
     changed = any(getattr(case, name) != value for name, value in preset.items())
     name = f"{case.case}{' with changes' if changed else ''}: " if case.case else ""
     together = "all at once" if case.concurrency is None else f"{case.concurrency} at a time"
     words = f"{name}{case.requests} requests, {together}, of {case.prompt_tokens} prompt + {case.new_tokens} new tokens"
+    if sent is not None:
+        words = _replay_in_words(case, sent)
     words += f", greedy, ignore_eos; prompts random ids in [{ids_range[0]}, {ids_range[1]}), seed {case.seed}; "
     if case.url is not None:
         return words + f"models in turn: {len(models)}"
@@ -199,3 +270,13 @@ def _case_in_words(case: ThroughputCase, models: list[str | None], ids_range: tu
     ranks = ", ".join(str(rank) for rank in dict.fromkeys(case.ranks))
     what = f"{case.adapters} synthetic adapters in turn" if case.adapters > 1 else "one synthetic adapter"
     return words + f"{what}, rank {ranks} on {case.adapter_targets}"
+
+
+def _replay_in_words(case: ThroughputCase, sent: Replay) -> str:
+    tokens = [sum(column) for column in list(zip(*sent.arrivals, strict=True))[1:]]
+    part = "all of it" if case.trace_minutes is None else f"its first {case.trace_minutes:g} minutes"
+    return (
+        f"trace {pathlib.Path(case.trace or '').name}, {part}, {case.trace_scale:g} of its requests: "
+        f"{len(sent.arrivals)} requests of {tokens[0]} prompt + {tokens[1]} new tokens in all, sent over "
+        f"{sent.arrivals[-1].at_s:.0f} s, {sent.dropped} dropped that the context does not hold"
+    )

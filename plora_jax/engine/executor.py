@@ -17,6 +17,8 @@ from memory_pool.ledger import Crossing, Ledger
 from memory_pool.link import device_sharding, pool_sharding, store_in_pool, store_on_device
 from memory_pool.page_memory import PageMemory
 from plora_jax.config import ModelConfig
+from plora_jax.engine import annotations
+from plora_jax.engine.annotations import annotate
 from plora_jax.engine.batch import PREFILL_BLOCK, BatchBuilder, BatchShape, Bucket, BuiltStep, lattice, pick_bucket
 from plora_jax.engine.outputs import TokenLogprobs
 from plora_jax.engine.packing import PackedArrays
@@ -63,6 +65,9 @@ class JaxExecutor:
         guard: called before each step is packed; it may change who is served how.
         kernels: implementations to use; by default the best for the platform.
         progress: told (programs compiled, programs in all) during warm-up.
+
+    Attributes:
+        on_step: told each plan before it is carried out, in the thread that steps; None by default.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class JaxExecutor:
         self._width = max_num_seqs
         self._sent: dict[tuple[Bucket, str], tuple[Hashable, jax.Array]] = {}
         self._space = {False: device_sharding(memory.mesh), True: pool_sharding(memory.mesh)}
+        self.on_step: Callable[[StepPlan], None] | None = None
         self.programs = self._compile_all(progress)
 
     @property
@@ -127,16 +133,23 @@ class JaxExecutor:
         Returns:
             One result a row, in order.
         """
-        self._guard()
-        bucket = pick_bucket(self.buckets, plan)
-        program = self.programs[bucket]
-        built = program.builder.build(plan, placed=self._placed)
-        parcels = self.send(bucket, built)
+        if self.on_step is not None:
+            self.on_step(plan)
+        with annotate(annotations.PACK):
+            self._guard()
+            bucket = pick_bucket(self.buckets, plan)
+            program = self.programs[bucket]
+            built = program.builder.build(plan, placed=self._placed)
+            parcels = self.send(bucket, built)
         memory = self._memory
-        memory.kv, result = program.run(self._params, memory.pool, memory.adapters, memory.kv, parcels, built.sampling)
-        for crossing, size in program.traffic.of(built.use):
-            self._ledger.add(crossing, moved_bytes=size.moved, useful_bytes=size.useful)
-        return _unpack(plan.rows, result, built, decode_rows=bucket.decode_rows)
+        with annotate(annotations.DISPATCH):
+            memory.kv, result = program.run(
+                self._params, memory.pool, memory.adapters, memory.kv, parcels, built.sampling
+            )
+            for crossing, size in program.traffic.of(built.use):
+                self._ledger.add(crossing, moved_bytes=size.moved, useful_bytes=size.useful)
+        with annotate(annotations.RESULTS):
+            return _unpack(plan.rows, result, built, decode_rows=bucket.decode_rows)
 
     def send(self, bucket: Bucket, built: BuiltStep) -> dict[str, Any]:
         """The words of a step's parcels; those that did not change since they were last sent are there already."""
@@ -158,6 +171,11 @@ class JaxExecutor:
                 size = self._memory.num_shards * packed.nbytes
                 self._ledger.add(_control(name), moved_bytes=size, useful_bytes=size)
         return words
+
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes of the base weights as they are kept, by name; those of layers by projection, all layers together."""
+        flat = {**{name: w for name, w in self._params.items() if name != "layers"}, **self._params["layers"]}
+        return {name: sum(leaf.nbytes for leaf in jax.tree.leaves(weight)) for name, weight in flat.items()}
 
     def _placed(self, adapter_id: int) -> PlacedAdapter:
         assert self._adapters is not None, adapter_id

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from plora_jax.engine import annotations
+from plora_jax.engine.annotations import annotate
 from plora_jax.engine.clock import Clock
 from plora_jax.engine.errors import EngineDeadError, OverloadedError
 from plora_jax.engine.generation import Generation
@@ -227,13 +229,16 @@ class EngineLoop:
         Returns:
             Whether anything ran.
         """
-        with self._stepping:
-            self._run_commands()
-            self._run_task()
-            moved = self._move()
-            plan = self._plan()
-            for row, result in self._execute(plan):
-                self._advance(row, result)
+        with self._stepping, annotate(annotations.STEP):
+            with annotate(annotations.PLAN):
+                self._run_commands()
+                self._run_task()
+                moved = self._move()
+                plan = self._plan()
+            done = self._execute(plan)
+            with annotate(annotations.DELIVER):
+                for row, result in done:
+                    self._advance(row, result)
             return moved or bool(plan.rows)
 
     def check_integrity(self) -> None:

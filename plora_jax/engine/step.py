@@ -24,7 +24,7 @@ from plora_jax.engine.packing import PackedArrays
 from plora_jax.engine.params import MAX_LOGPROBS
 from plora_jax.engine.sampling import SampledRows, SamplingBatch, sample, token_logprobs
 from plora_jax.engine.traffic import PROMPT_SCOPE
-from plora_jax.model import Decoder, LayerConstants, Params
+from plora_jax.model import Decoder, LayerConstants, Params, scopes
 from plora_jax.parallel import EMBEDDING, HEAD
 from strategies import apply, outer
 from strategies.kernel_tables import Kernels, KernelSet
@@ -200,24 +200,26 @@ class PagedContext:
         self, cache: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerConstants
     ) -> tuple[jax.Array, jax.Array]:
         c, layout = self._config, self._setting.layout
-        cache = write_kv(cache, layer.index, k, v, self._inputs.tokens.write, layout=layout)
+        with jax.named_scope(scopes.KV_WRITE):
+            cache = write_kv(cache, layer.index, k, v, self._inputs.tokens.write, layout=layout)
         maths = HeadMaths(c.query_scale, c.attention_soft_cap, layer.window)
         memory = Memory(self._pool, self._adapters, cache)
         parts = []
         for phase, tokens, kernels in self._phases(q):
             lanes = self._inputs.kv[phase]
-            out = apply.attend(
-                tokens.reshape(*lanes.device.positions.shape, c.num_heads, c.head_dim),
-                memory,
-                layer.index,
-                lanes,
-                self._inputs.kv_control[phase],
-                maths,
-                phase=phase,
-                # Few pages of a prompt are away from the device, and the kernels of decode rows take any queries.
-                setting=AttentionSetting(layout, kernels, self._setting.kernels.decode),
-            )
-            parts.append(out.reshape(tokens.shape))
+            with jax.named_scope(scopes.attention_of(phase)):
+                out = apply.attend(
+                    tokens.reshape(*lanes.device.positions.shape, c.num_heads, c.head_dim),
+                    memory,
+                    layer.index,
+                    lanes,
+                    self._inputs.kv_control[phase],
+                    maths,
+                    phase=phase,
+                    # Few pages of a prompt are away from the device, and the kernels of decode rows take any queries.
+                    setting=AttentionSetting(layout, kernels, self._setting.kernels.decode),
+                )
+                parts.append(out.reshape(tokens.shape))
         return cache, jnp.concatenate(parts)
 
     def _phases(self, x: jax.Array) -> list[tuple[str, jax.Array, KernelSet]]:
@@ -258,17 +260,18 @@ def make_step(
         parcels: Mapping[str, jax.Array],
         sampling: SamplingBatch,
     ) -> tuple[jax.Array, StepResult]:
-        inputs = open_parcels(parcels, packing)
+        with jax.named_scope(scopes.INPUTS):
+            inputs = open_parcels(parcels, packing)
         context = PagedContext(decoder, inputs, pool, adapters, setting=setting)
         tokens = inputs.tokens
-        with jax.named_scope("embed"):
+        with jax.named_scope(scopes.EMBED):
             x = decoder.embed(params, tokens.tokens, dtype, context=context)
-        with jax.named_scope("layers"):
+        with jax.named_scope(scopes.LAYERS):
             hidden, kv = decoder.layers(params, x, kv, context)
-        with jax.named_scope("head"):
+        with jax.named_scope(scopes.HEAD):
             rows = hidden.at[tokens.sample_rows].get(mode="promise_in_bounds")
             logits = decoder.logits(params, rows, adapt=lambda logits: context.adapt_logits(logits, rows, "head"))
-        with jax.named_scope("sample"):
+        with jax.named_scope(scopes.SAMPLE):
             sampled = sample(logits, sampling)
         prompt = _prompt_logprobs(decoder, params, hidden[tokens.decode.positions.shape[0] :], inputs, context)
         return kv, StepResult(sampled, prompt)

@@ -22,6 +22,7 @@ from launch.benchmarks.report import ThroughputReport
 from launch.benchmarks.throughput import run_throughput
 from launch.console import StageLog
 from launch.flags import StartError
+from launch.profiling import ProfileConfig
 from tests.launch.http_rig import http_rig, live_server
 from tests.launch.small_engine import LLAMA, PACK, ROOT, small_config, small_flags
 
@@ -212,3 +213,35 @@ def test_help_of_a_benchmark_shows_its_examples_and_flags():
     done = bench_command("throughput", "--help")
     assert "python -m launch.bench throughput --case=peers-32" in done.stdout
     assert "--adapter_ranks: Ranks of the synthetic adapters, in turn" in done.stdout
+
+
+def test_trace_is_replayed_at_its_times_here_and_over_http(server_url, tmp_path):
+    file = tmp_path / "trace.csv"
+    rows = "".join(f"2023-11-16 18:15:{46 + 0.1 * i:.7f},{12 + i},5\n" for i in range(6))
+    file.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}2023-11-16 18:15:47.0000000,90000,5\n")
+    case = dataclasses.replace(CASE, trace=str(file), runs=1, prompt_tokens=90000)
+    for got in (
+        run_throughput(case, ENGINE, command="", log=quiet()).as_json(),
+        run_throughput(over_http(server_url, trace=str(file), runs=1), ENGINE, command="", log=quiet()).as_json(),
+    ):
+        assert got["case"].startswith(
+            "trace trace.csv, all of it, 1 of its requests: 6 requests of 87 prompt + 30 new "
+        )
+        assert "1 dropped that the context does not hold" in got["case"]
+        (run,) = got["runs"]
+        assert (run["prompt_tokens"], run["output_tokens"]) == (87, 30)
+        # The last request comes half a second after the first, however quick the answers are.
+        assert run["wall_s"] > 0.5
+        assert got["compilations_in_traffic"] == 0
+
+
+def test_profile_dir_holds_a_trace_of_a_run_here_and_has_no_use_for_a_server(tmp_path, server_url):
+    profile = ProfileConfig(profile_dir=str(tmp_path / "trace"), profile_steps=2)
+    case = dataclasses.replace(CASE, adapters=1, runs=1)
+    run_throughput(case, ENGINE, command="", log=quiet(), profile=profile)
+    assert list((tmp_path / "trace").rglob("*.trace.json.gz"))
+    done = bench_command("throughput", f"--url={server_url}", f"--profile_dir={tmp_path}")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: --profile_dir has no use with --url: start the server with it\n",
+    )
