@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from launch import flags
 from launch.benchmarks import latency, strategies, throughput
+from launch.benchmarks.peers import command as peers
 
 
 class Benchmark(NamedTuple):
@@ -44,6 +45,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         latency.__doc__,
         latency.define_flags,
         latency.main,
+    ),
+    "peers": Benchmark(
+        "this system and its peers (PEFT, vLLM, OpenVINO GenAI, llama.cpp) side by side on one case, with ratios",
+        peers.__doc__,
+        peers.define_flags,
+        peers.main,
     ),
     "strategies": Benchmark(
         "time and link bytes of the LoRA strategies, near-data functions against the memory's rate",

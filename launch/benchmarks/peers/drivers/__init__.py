@@ -1,0 +1,1 @@
+"""What runs in the interpreters of peers; each file stands alone."""
