@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from plora_jax.checkpoints.weights import (
     Params,
@@ -53,7 +52,7 @@ def save_orbax(
         raise FileExistsError(f"{directory} is not empty; choose another path")
     check_tree(config, {name: tuple(a.shape) for name, a in flatten(params).items()}, source="the parameter tree")
     directory.mkdir(parents=True, exist_ok=True)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         checkpointer.save(directory / PARAMS_FOLDER, dict(params))
         checkpointer.wait_until_finished()
     config = dataclasses.replace(config, dtype=str(params["embedding"].dtype))
@@ -82,7 +81,7 @@ def load_orbax(
     target_dtype = numpy_dtype(resolve_dtype(dtype, config))
     if not (directory / PARAMS_FOLDER).is_dir():
         raise WeightsError(f"{directory} has no folder {PARAMS_FOLDER}; the checkpoint is not complete")
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         stored = flatten(checkpointer.metadata(directory / PARAMS_FOLDER).item_metadata.tree)
         check_tree(config, {name: tuple(a.shape) for name, a in stored.items()}, source=str(directory))
         # Without a target Orbax would restore to the shardings of the machine that saved it.
@@ -118,3 +117,10 @@ def load_orbax_config(directory: str | Path) -> ModelConfig:
 def is_orbax(path: Path) -> bool:
     """Whether a directory looks like a checkpoint of `save_orbax`."""
     return (path / CONFIG_FILE).is_file()
+
+
+def _checkpointer() -> Any:
+    """Orbax is imported when it is used: that takes 0.4 s of a start."""
+    import orbax.checkpoint as ocp
+
+    return ocp.StandardCheckpointer()
