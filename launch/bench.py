@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from launch import flags
-from launch.benchmarks import latency, strategies, throughput
+from launch.benchmarks import latency, startup, strategies, throughput
 from launch.benchmarks.peers import command as peers
 
 
@@ -51,6 +51,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         peers.__doc__,
         peers.define_flags,
         peers.main,
+    ),
+    "startup": Benchmark(
+        "from a new process to its first token, phase by phase, with a cold and with a warm cache",
+        startup.__doc__,
+        startup.define_flags,
+        startup.main,
     ),
     "strategies": Benchmark(
         "time and link bytes of the LoRA strategies, near-data functions against the memory's rate",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from launch.benchmarks.machine_rates import MachineRates
-from launch.benchmarks.step_parts import HOST, OTHER, part_of
+from launch.benchmarks.step_parts import HOST, OUTSIDE, part_of
 from launch.benchmarks.step_work import PlannedStep, StepModel, mean_work
 from launch.benchmarks.trace_events import Event, Segment, divide, find_trace, innermost, operation_names, read_threads
 from plora_jax.engine import annotations
@@ -147,9 +147,9 @@ def _divided(
     for window, step in windows:
         bucket = pick_bucket(list(programs), step.plan)
         if bucket not in parts:
-            parts[bucket] = {name: part_of(names) for name, names in operation_names(programs[bucket]).items()}
+            parts[bucket] = {name: part_of(name, names) for name, names in operation_names(programs[bucket]).items()}
         for part, ns in divide(segments, window, operations=parts[bucket], host=HOST).items():
-            found[part or OTHER] += ns  # pyright: ignore[reportArgumentType]
+            found[part or OUTSIDE] += ns  # pyright: ignore[reportArgumentType]
     return found
 
 

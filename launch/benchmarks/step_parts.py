@@ -10,7 +10,6 @@ from plora_jax.engine.traffic import PROMPT_SCOPE
 from plora_jax.model import scopes
 from strategies.strategy_table import LORA
 
-OTHER = "other operations"
 OUTSIDE = "host: outside of all parts"
 
 HOST = {
@@ -30,6 +29,7 @@ _PARTS = {
     *scopes.PRODUCTS.values(),
     *ATTENTION.values(),
 }
+_NUMBERS = re.compile(r"(\.\d+|\.clone)+$")
 _ADAPTERS = re.compile(rf"({'|'.join(LORA_PHASES)})\.(any|{'|'.join(LORA)})")
 
 
@@ -38,15 +38,18 @@ def adapters_of(phase: str) -> str:
     return f"{phase} adapters"
 
 
-def part_of(names: str) -> str:
-    """The part that an operation belongs to.
+def part_of(operation: str, names: str) -> str:
+    """The part that an operation belongs to; what belongs to none keeps a name of its own kind.
 
     Args:
-        names: around it when it was traced, outermost first, with slashes.
+        operation: its name in the compiled program.
+        names: around it when it was traced, outermost first, with slashes; empty for what the compiler made.
     """
     for name in reversed(names.split("/")):
         if name in _PARTS:
             return name
         if found := _ADAPTERS.fullmatch(name):
             return adapters_of(found[1])
-    return scopes.LAYERS if f"/{scopes.LAYERS}/" in f"/{names}/" else OTHER
+    if f"/{scopes.LAYERS}/" in f"/{names}/":
+        return f"{scopes.LAYERS}: {names.rpartition('/')[2]}"
+    return f"unnamed: {names.rpartition('/')[2] or re.sub(_NUMBERS, '', operation)}"
