@@ -181,7 +181,8 @@ def _print_memory(deployment: Deployment, log: StageLog) -> None:
     parts = ", ".join(f"{what} {in_bytes(size)}" for what, size in sizes.items())
     log.say("memory", f"{in_bytes(sum(sizes.values()))} on the device: {parts}")
     taken = ", ".join(f"{what} {in_bytes(size)}" for what, size in deployment.pool_bytes().items())
-    log.say("pool", f"{in_bytes(deployment.memory.pool.nbytes)}, of it taken: {taken}")
+    where = " of device memory" if deployment.probe.emulation else ""
+    log.say("pool", f"{in_bytes(deployment.memory.pool.nbytes)}{where}, of it taken: {taken}")
     tokens = deployment.kv_tokens
     log.say("context", f"{limits.max_model_len} tokens a sequence; the pool has room for the KV of {tokens} tokens")
     log.say("kernels", describe_kernels(deployment.executor.kernels))

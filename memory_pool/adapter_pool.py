@@ -104,7 +104,9 @@ class AdapterPool:
         self._needs, self._preferred, self._fallback = dict(needs), tuple(preferred), fallback
         self._groups, self._max_rank = tuple(groups), max_rank
         self.num_stripes = pages.num_devices if placement == "striped" else 1
-        self._writer = AdapterWriter(memory, pages, striped=placement == "striped", keep_for_kv=keep_for_kv)
+        self._writer = AdapterWriter(
+            memory, pages, striped=placement == "striped", keep_for_kv=keep_for_kv, ledger=ledger
+        )
         self._policy = policy or LeastRecentlyUsed()
         self._device = PageAllocator(memory.num_adapter_pages)
         self._entries: dict[int, Entry] = {}

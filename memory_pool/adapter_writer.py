@@ -11,6 +11,7 @@ import numpy as np
 from memory_pool import adapter_streams as streams
 from memory_pool.adapter_entry import CapacityError, Entry, flat
 from memory_pool.adapter_streams import Modules
+from memory_pool.ledger import Crossing, Ledger
 from memory_pool.page_memory import PageMemory
 from memory_pool.pool_pages import PoolPages
 
@@ -23,13 +24,17 @@ class AdapterWriter:
         pages: pages of the pool, which KV takes too.
         striped: stripe s of an adapter lies on pool device s; else all of it on the device with most room.
         keep_for_kv: pages of the pool that adapters never take.
+        ledger: told what crosses the link: pages that get into the pool by way of the device.
 
     Attributes:
         held: pages taken, also by adapters that are being written.
     """
 
-    def __init__(self, memory: PageMemory, pages: PoolPages, *, striped: bool, keep_for_kv: int) -> None:
+    def __init__(
+        self, memory: PageMemory, pages: PoolPages, *, striped: bool, keep_for_kv: int, ledger: Ledger
+    ) -> None:
         self._memory, self._pages, self._striped, self._keep_for_kv = memory, pages, striped, keep_for_kv
+        self._ledger = ledger
         self._lock = threading.Lock()
         self.held = 0
 
@@ -114,6 +119,8 @@ class AdapterWriter:
             chunk = slice(start, start + self._memory.copy_pages)
 
             def write(chunk: slice = chunk) -> None:
-                self._memory.write(ids[chunk], data[:, chunk])
+                if moved := self._memory.write(ids[chunk], data[:, chunk]):
+                    crossing = Crossing("adapter", "home", "to_pool", "load")
+                    self._ledger.add(crossing, moved_bytes=moved, useful_bytes=moved)
 
             between_steps(write)

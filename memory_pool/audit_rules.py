@@ -17,6 +17,10 @@ from memory_pool import link
 
 NEAR_DATA = "compute_on"
 TRANSFER = "device_put"
+MARK = "name"
+"""An identity with a name, which stands for a transfer where the pool is emulated."""
+BLOCKS = frozenset({"dynamic_slice", "dynamic_update_slice"})
+"""How `memory_pool/link.py` copies blocks out of the pool and into it."""
 STRUCTURAL = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "shard_map", "checkpoint", "remat", "remat2"}
     | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
@@ -104,7 +108,7 @@ def check_equation(eqn: Any) -> None:
             f"`while` at {where(eqn)} is decided by {decides.aval} in the pool, which the device would read uncounted: "
             "bring it with link.to_device first"
         )
-    if name not in STRUCTURAL | {TRANSFER, NEAR_DATA}:
+    if name not in STRUCTURAL | {TRANSFER, NEAR_DATA} and not (name in BLOCKS and from_link(eqn)):
         _refuse_pool_values(eqn)
 
 

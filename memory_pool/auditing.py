@@ -2,7 +2,8 @@
 
 The audit is independent of the ledger: it walks the closed jaxpr. Outside near-data functions only the transfers of
 `memory_pool/link.py` may touch pool arrays (`memory_pool/audit_rules.py`), and the bytes of those transfers are added
-up, times the length of the loops they are in.
+up, times the length of the loops they are in. Where the pool is emulated (`memory_pool.link.emulation`) types do not
+tell pool arrays from others: the audit then only counts the identities that stand for transfers.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def audit(
         loop_counts: how often the branches of a `cond` or the body of a `while` are run, by the name of the
             `jax.named_scope` they are in. Transfers in a loop without a count are refused.
         control_args: positions of arguments that each call brings from the host program. Their leaves in the pool
-            (indices, page tables, flags) count as written to it, once on every device that gets a copy.
+            (indices, page tables, flags) count as written to it, once on every device that gets a copy. All of their
+            leaves count where the pool is emulated.
 
     Returns:
         Bytes in one call.
@@ -106,6 +108,8 @@ class _Walk:
         rules.check_equation(eqn)
         if name == rules.TRANSFER:
             return _transfer(eqn, shards=shards)
+        if name == rules.MARK:
+            return _marked(eqn, shards=shards)
         if name == rules.NEAR_DATA:
             rules.check_near_data(eqn)
             return NO_TRAFFIC
@@ -158,6 +162,15 @@ def _transfer(eqn: Any, *, shards: int) -> LinkTraffic:
     return LinkTraffic(to_device, to_pool, transfers)
 
 
+def _marked(eqn: Any, *, shards: int) -> LinkTraffic:
+    """What an identity stands for: a transfer where the pool is emulated and `memory_pool/link.py` itself named it."""
+    direction = link.MARKS.get(eqn.params["name"])
+    if direction is None or not link.emulation() or not rules.from_link(eqn):
+        return NO_TRAFFIC
+    size = shards * sum(out.aval.size * out.aval.dtype.itemsize for out in eqn.outvars)
+    return NO_TRAFFIC._replace(**{direction: size, "transfers": shards})
+
+
 def _shards(eqn: Any) -> int:
     mesh = eqn.params["mesh"]
     return math.prod(mesh.shape[axis] for axis in eqn.params.get("manual_axes") or mesh.axis_names)
@@ -166,7 +179,7 @@ def _shards(eqn: Any) -> int:
 def _argument(leaf: Any) -> LinkTraffic:
     """An argument in the pool: each device that holds a part of it has received that part."""
     sharding = getattr(leaf, "sharding", None)
-    if sharding is None or sharding.memory_kind != link.POOL_KIND:
+    if sharding is None or (sharding.memory_kind != link.POOL_KIND and not link.emulation()):
         return NO_TRAFFIC
     devices = sharding.num_devices
     size = math.prod(sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize

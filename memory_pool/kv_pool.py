@@ -248,6 +248,19 @@ class KvPool:
             self._add_copy(handle, first)
         self._drop_copies(len(self._copies) - self._most_copies)
 
+    def lose_device(self) -> None:
+        """Gives all device pages back without their content; handles are at what is written to the pool."""
+        for handle in self._handles:
+            handle.computed = handle.ready = handle.written
+            self._truncate(handle, self.pages_for(handle.written))
+            for index in np.flatnonzero(handle.device_table() != ABSENT).tolist():
+                page = int(handle.device_table()[index])
+                if page in self._copies:
+                    self._forget_copy(page)
+                handle._place(index, ABSENT)
+                self._device.free([page])
+        self._leaving.clear()
+
     def close(self, handle: KvHandle) -> None:
         """Gives everything back; the handle is as one just opened."""
         self._truncate(handle, 0)

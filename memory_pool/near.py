@@ -27,6 +27,9 @@ def near_data(function: Callable[..., Any]) -> Callable[..., Any]:
             it, or indexed with it beside arrays of the pool, is refused. Nothing may move inside it (the audit checks).
 
     Returns:
-        A function with the same arguments whose results are pool arrays. Gradients through it are not defined.
+        A function with the same arguments whose results are pool arrays. Gradients through it are not defined. Where
+        the pool is emulated it is `function` itself, which runs on the device, as its operands are there.
     """
+    if link.emulation():
+        return function
     return _wrap(function, compute_type=COMPUTE_TYPE, out_memory_spaces=link.POOL)

@@ -4,6 +4,9 @@ Three arrays of one page format (`memory_pool.layout`), raw bits: the pool, in h
 on the device, each as large as its byte budget. Page 0 of each is reserved: what only fills up a table points at it.
 A step reads the pool and never writes it. Pages move here, between two steps, by programs that are compiled when the
 memory is made: one program a batch size, and a copy of any number of pages is a sum of batches, so none is padded.
+
+Where nothing computes near the data, each page is a copy of its own (`link.read_block`, `link.write_block`), page
+numbers stay on the device, and pages of the host program get into the pool by way of the device.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
@@ -35,9 +39,9 @@ class Copies(NamedTuple):
     """Copy functions on whole arrays, not compiled; n L rows are those of n shards.
 
     Attributes:
-        write: (pool [n L, P, W], pages [n L, C, W], ids [C]), all in the pool -> pool.
-        load: (to [n L, P, W], pool, ids [C], pool_ids [C] in the pool) -> to.
-        save: (pool, from [n L, P, W], pool_ids [C] in the pool, ids [C]) -> pool.
+        write: (pool [n L, P, W], pages [n L, C, W], pool_ids [C]) -> pool.
+        load: (to [n L, P, W], pool, ids [C], pool_ids [C]) -> to.
+        save: (pool, from [n L, P, W], pool_ids [C], ids [C]) -> pool.
     """
 
     write: Callable[..., jax.Array]
@@ -45,24 +49,35 @@ class Copies(NamedTuple):
     save: Callable[..., jax.Array]
 
 
-def copies(mesh: Mesh) -> Copies:
+def copies(mesh: Mesh, *, near: bool = True) -> Copies:
     """The copy functions for a mesh with the axis `tensor`; each shard copies its own rows.
 
+    Args:
+        mesh: devices.
+        near: near-data functions do it: `pool_ids`, and the pages of `write`, are in the pool. Else they are on the
+            device.
+
     Cost:
-        write moves nothing over the link; load and save move C pages of every shard, page numbers are already there.
+        load and save move C pages of every shard, page numbers are already there. So does write, unless `near`: then
+        nothing crosses.
     """
 
+    def write(pool: jax.Array, pages: jax.Array, pool_ids: jax.Array) -> jax.Array:
+        return near_data(_put)(pool, pages, pool_ids) if near else _send(pool, pages, pool_ids)
+
     def load(to: jax.Array, pool: jax.Array, ids: jax.Array, pool_ids: jax.Array) -> jax.Array:
-        return _put(to, link.to_device(near_data(_take)(pool, pool_ids)), ids)
+        pages = link.to_device(near_data(_take)(pool, pool_ids)) if near else _bring(pool, pool_ids)
+        return _put(to, pages, ids)
 
     def save(pool: jax.Array, source: jax.Array, pool_ids: jax.Array, ids: jax.Array) -> jax.Array:
-        return near_data(_put)(pool, link.to_pool(_take(source, ids)), pool_ids)
+        pages = _take(source, ids)
+        return near_data(_put)(pool, link.to_pool(pages), pool_ids) if near else _send(pool, pages, pool_ids)
 
     def sharded(function: Callable[..., jax.Array], *specs: PartitionSpec) -> Callable[..., jax.Array]:
         return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_SHARDED, check_vma=False)
 
     return Copies(
-        write=sharded(near_data(_put), _SHARDED, _SHARDED, _WHOLE),
+        write=sharded(write, _SHARDED, _SHARDED, _WHOLE),
         load=sharded(load, _SHARDED, _SHARDED, _WHOLE, _WHOLE),
         save=sharded(save, _SHARDED, _SHARDED, _WHOLE, _WHOLE),
     )
@@ -78,8 +93,10 @@ class PageMemory:
         pool_pages: pages of each pool device, the reserved one included.
         adapter_pages: pages of the adapter budget, the reserved one included.
         kv_pages: pages of the KV budget, the reserved one included.
+        near: near-data functions copy pages; else each page is a copy of its own.
 
     Attributes:
+        near: as given.
         pool: [n L, P, W] raw bits in the pool, n the shards of `tensor`.
         adapters: [n L, P, W] raw bits on the device.
         kv: [n L, P, W] raw bits on the device; a step takes it and gives it back, and whoever runs the step puts the
@@ -97,8 +114,9 @@ class PageMemory:
         pool_pages: int,
         adapter_pages: int,
         kv_pages: int,
+        near: bool = True,
     ) -> None:
-        self.layout, self.mesh = layout, mesh
+        self.layout, self.mesh, self.near = layout, mesh, near
         self.num_shards = int(mesh.shape[link.TENSOR_AXIS])
         assert not layout.projections or layout.num_shards == self.num_shards, layout.num_shards
         self.pool_devices, self.pool_pages = pool_devices, pool_pages
@@ -129,7 +147,7 @@ class PageMemory:
 
     def control_bytes(self, count: int) -> int:
         """Bytes of the page numbers that a load or save of `count` pages sends to the pool, all devices."""
-        return count * np.dtype(np.int32).itemsize * self.mesh.size
+        return count * np.dtype(np.int32).itemsize * self.mesh.size if self.near else 0
 
     def write(self, pool_ids: Sequence[int], pages: np.ndarray) -> int:
         """Writes pages of the host program into the pool.
@@ -139,7 +157,7 @@ class PageMemory:
             pages: [n L, N, W] raw bits; not changed by anyone until the copy is done.
 
         Returns:
-            Bytes over the link: 0, both are host memory.
+            Bytes over the link, all shards: 0 where near-data functions write, as both are host memory.
 
         Mutates:
             `pool`, in place.
@@ -147,7 +165,7 @@ class PageMemory:
         for start, size in self._batches(len(pool_ids)):
             batch = np.ascontiguousarray(pages[:, start : start + size])
             self.pool = self._write[size](self.pool, batch, _ids(pool_ids, start, size))
-        return 0
+        return 0 if self.near else len(pool_ids) * self.page_bytes
 
     def load_adapters(self, device_ids: Sequence[int], pool_ids: Sequence[int]) -> int:
         """Copies pages of the pool over adapter pages of the device.
@@ -188,6 +206,22 @@ class PageMemory:
             self.pool = self._save_kv[size](self.pool, self.kv, *ids)
         return len(pool_ids) * self.page_bytes
 
+    def kv_is_lost(self) -> bool:
+        """Whether the KV pages of the device went down with a step that failed after it had taken them."""
+        try:
+            return bool(self.kv.is_deleted() or self.kv.block_until_ready().is_deleted())
+        # What the step failed with, as the backend says it.
+        except Exception:
+            return True
+
+    def renew_kv(self) -> None:
+        """Has other KV pages on the device, empty ones.
+
+        Mutates:
+            `kv`.
+        """
+        self.kv = link.allocate(self.kv.shape, self._raw, link.device_sharding(self.mesh, _SHARDED))
+
     def _load(self, programs: dict[int, Any], to: jax.Array, ids: Sequence[int], pool_ids: Sequence[int]) -> jax.Array:
         assert len(ids) == len(pool_ids), (ids, pool_ids)
         for start, size in self._batches(len(ids)):
@@ -207,19 +241,16 @@ class PageMemory:
         return self.num_shards * self.layout.num_layers, pages, self.layout.page_width
 
     def _compile(self) -> None:
-        functions = copies(self.mesh)
-        sharding = link.pool_sharding(self.mesh, _SHARDED)
+        functions = copies(self.mesh, near=self.near)
+        of_pool = link.pool_sharding if self.near else link.device_sharding
         self._write, self._load_adapters, self._load_kv, self._save_kv = {}, {}, {}, {}
         for size in self._sizes:
-            near, here = (
-                _id_shape(size, link.pool_sharding(self.mesh)),
-                _id_shape(size, link.device_sharding(self.mesh)),
-            )
-            pages = jax.ShapeDtypeStruct(self._shape(size), self._raw, sharding=sharding)
-            self._write[size] = _compiled(functions.write, self.pool, pages, near)
-            self._load_adapters[size] = _compiled(functions.load, self.adapters, self.pool, here, near)
-            self._load_kv[size] = _compiled(functions.load, self.kv, self.pool, here, near)
-            self._save_kv[size] = _compiled(functions.save, self.pool, self.kv, near, here)
+            pool_ids, ids = _id_shape(size, of_pool(self.mesh)), _id_shape(size, link.device_sharding(self.mesh))
+            pages = jax.ShapeDtypeStruct(self._shape(size), self._raw, sharding=of_pool(self.mesh, _SHARDED))
+            self._write[size] = _compiled(functions.write, self.pool, pages, pool_ids)
+            self._load_adapters[size] = _compiled(functions.load, self.adapters, self.pool, ids, pool_ids)
+            self._load_kv[size] = _compiled(functions.load, self.kv, self.pool, ids, pool_ids)
+            self._save_kv[size] = _compiled(functions.save, self.pool, self.kv, pool_ids, ids)
 
 
 def _take(pages: jax.Array, ids: jax.Array) -> jax.Array:
@@ -230,6 +261,19 @@ def _take(pages: jax.Array, ids: jax.Array) -> jax.Array:
 def _put(pages: jax.Array, values: jax.Array, ids: jax.Array) -> jax.Array:
     """[L, P, W] with [L, C, W] over the pages [C]; may run near the data."""
     return pages.at[:, ids].set(values, mode="promise_in_bounds")
+
+
+def _bring(pool: jax.Array, ids: jax.Array) -> jax.Array:
+    """[L, P, W], [C] -> [L, C, W] on the device, a copy a page."""
+    layers, _, width = pool.shape
+    return jnp.concatenate([link.read_block(pool, (0, ids[c], 0), (layers, 1, width)) for c in range(len(ids))], 1)
+
+
+def _send(pool: jax.Array, values: jax.Array, ids: jax.Array) -> jax.Array:
+    """[L, P, W] with [L, C, W] of the device over the pages [C], a copy a page."""
+    for c in range(len(ids)):
+        pool = link.write_block(pool, values[:, c : c + 1], (0, ids[c], 0))
+    return pool
 
 
 def _compiled(function: Callable[..., jax.Array], *args: Any) -> Any:

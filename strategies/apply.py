@@ -94,6 +94,8 @@ def attend(
     q = q.reshape(groups, kv_heads, queries * repeats, dim)
     seen = setting.device.attention.call(q, memory.kv, layer, lanes.device, maths, layout=setting.layout)
     for name, strategy in ATTENTION.items():
+        if strategy.computes_near and setting.near is None:
+            continue
         scope = f"{phase}.{name}"
         seen = strategy.add(seen, q, memory, layer, lanes, control, maths, scope=scope, setting=setting)
     out = finish(seen).reshape(groups, kv_heads, queries, repeats, dim).transpose(0, 2, 1, 3, 4)

@@ -56,7 +56,7 @@ def add(
         def part(d: int) -> Partial:
             lane = AttentionLane(control.tables[d], control.positions, control.first, control.end)
             own = maths._replace(window=at[1])
-            found = setting.near.attention.call(q_DNKSH[d], pool, at[0], lane, own, layout=setting.layout)
+            found = setting.at_the_data.attention.call(q_DNKSH[d], pool, at[0], lane, own, layout=setting.layout)
             out = found.out / jnp.maximum(found.sum, _TINY)[..., None]
             return Partial(out.astype(q_DNKSH.dtype), found.max, found.sum)
 

@@ -2,7 +2,8 @@
 
 The rank components of all adapters of a lane lie end to end and come in chunks of CHUNK_ROWS, so the scratch is one
 chunk of A and one of B whatever the adapters are, each component crosses once however many tokens use it, and the
-number of chunks is data.
+number of chunks is data. The rows of a chunk are gathered near the data, or, where nothing computes there, copied one
+unit of a page after the other.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def delta(
         memory: page arrays of this shard.
         layer: [] int32.
         lane: owners, ranks and scales are used.
-        control: in the pool; pages of A and B are pool pages.
+        control: in the pool; pages of A and B are pool pages. Not used where nothing computes near the data: then
+            `lane` has those pages.
         scope: name under which the lane is in the trace; each projection and stripe has its own, `chunk_scope`.
         setting: what is fixed.
 
@@ -75,7 +77,10 @@ def delta(
 
 
 def over_the_link(control: LoraLane, stripe: int, setting: LoraSetting) -> low_rank.RowsKernel:
-    """Rows of a chunk, gathered near the data and brought to the device."""
+    """Rows of a chunk, gathered near the data and brought to the device; copied where nothing computes there."""
+    kernels = setting.near
+    if kernels is None:
+        return _copied
 
     def gather(
         pool: jax.Array, layer: jax.Array, lane: Stripe, chunk: jax.Array, *, layout: PageLayout, name: str, side: str
@@ -84,8 +89,21 @@ def over_the_link(control: LoraLane, stripe: int, setting: LoraSetting) -> low_r
 
         def near(pool: jax.Array, at: jax.Array, control: LoraLane) -> jax.Array:
             table = stripe_of(control, stripe)
-            return setting.near.rows.call(pool, at[0], table, at[1], layout=layout, name=name, side=side)
+            return kernels.rows.call(pool, at[0], table, at[1], layout=layout, name=name, side=side)
 
         return link.to_device(near_data(near)(pool, link.to_pool(jnp.stack([layer, chunk])), control))
 
     return gather
+
+
+def _copied(
+    pool: jax.Array, layer: jax.Array, lane: Stripe, chunk: jax.Array, *, layout: PageLayout, name: str, side: str
+) -> jax.Array:
+    """As `low_rank.rows`, of a lane on the device whose pages are pool pages: a copy a unit."""
+    page_CN, unit_CN = low_rank.places(lane, chunk, layout=layout, name=name, side=side)
+
+    def one(place: tuple[jax.Array, jax.Array]) -> jax.Array:
+        page, unit = place
+        return link.read_block(pool, (layer, page, unit * layout.unit), (1, 1, layout.unit)).reshape(-1)
+
+    return lax.map(one, (page_CN.reshape(-1), unit_CN.reshape(-1))).reshape(low_rank.CHUNK_ROWS, -1)

@@ -1,7 +1,8 @@
 """The strategy `local`: the device attends; KV pages that it does not hold are streamed to it, layer by layer.
 
 The missing pages of all groups form one stream, each page in it once. It comes in rounds of SCRATCH_PAGES, so the
-scratch is fixed and the number of rounds is data.
+scratch is fixed and the number of rounds is data. A round is gathered near the data, or, where nothing computes there,
+copied page by page.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def add(
         memory: page arrays of this shard.
         layer: [] int32.
         lanes: places of pages in the stream, and the number of rounds.
-        control: the stream, in the pool.
+        control: the stream, in the pool; on the device where nothing computes near the data.
         maths: how scores are made.
         scope: name under which the loop over rounds is in the trace.
         setting: what is fixed.
@@ -55,9 +56,18 @@ def add(
         layers = jnp.broadcast_to(at[:1], pages.shape)
         return pool_LPW.at[layers, pages].get(mode="promise_in_bounds")
 
-    def one_round(i: jax.Array, seen: Partial) -> Partial:
+    def gathered(i: jax.Array) -> jax.Array:
         at = link.to_pool(jnp.stack([layer, i]))
-        scratch_1PW = link.to_device(near_data(gather)(memory.pool, at, control.stream))[None]
+        return link.to_device(near_data(gather)(memory.pool, at, control.stream))
+
+    def copied(i: jax.Array) -> jax.Array:
+        def one(page: jax.Array) -> jax.Array:
+            return link.read_block(memory.pool, (layer, page, 0), (1, 1, memory.pool.shape[2])).reshape(-1)
+
+        return lax.map(one, lax.dynamic_slice_in_dim(control.stream, i * SCRATCH_PAGES, SCRATCH_PAGES))
+
+    def one_round(i: jax.Array, seen: Partial) -> Partial:
+        scratch_1PW = (copied(i) if setting.near is None else gathered(i))[None]
         place = lanes.slots - i * SCRATCH_PAGES
         here = (place >= 0) & (place < SCRATCH_PAGES) & (lanes.slots != ABSENT)
         lane = lanes.device._replace(tables=jnp.where(here, place, ABSENT))

@@ -85,6 +85,34 @@ def components(lane: Stripe, chunk: jax.Array, index: int) -> Components:
     return Components(owner_C, adapter_C, at_C - _take(ends_E - ranks_E, adapter_C))
 
 
+class Places(NamedTuple):
+    """Where the units of a chunk's rows are in one layer, [C, N] int32 each, N units a row.
+
+    Attributes:
+        page: of the page table's memory.
+        unit: in the page.
+    """
+
+    page: jax.Array
+    unit: jax.Array
+
+
+def places(lane: Stripe, chunk: jax.Array, *, layout: PageLayout, name: str, side: str) -> Places:
+    """Where `rows` finds a chunk of rank components of one projection; arguments as there."""
+    index = layout.index(name)
+    units, tables_EM = (layout.a_units, lane.a_pages) if side == "a" else (layout.b_units, lane.b_pages)
+    found = components(lane, chunk, index)
+    start_E = fill(lane.ranks, lane.ranks.shape[:1], jnp.int32)
+    for before in range(index):
+        start_E = start_E + _of_projection(lane.ranks, before) * units[before]
+    unit_C = _take(start_E, found.adapter) + found.rank * units[index]
+    unit_CN = unit_C[:, None] + count_up(lane.ranks, units[index])[None, :]
+    per_page = layout.units_per_page
+    entry_CN = jnp.minimum(unit_CN // per_page, tables_EM.shape[1] - 1)
+    page_CN = tables_EM.at[found.adapter[:, None], entry_CN].get(mode="promise_in_bounds")
+    return Places(page_CN, unit_CN % per_page)
+
+
 def rows(
     pages_LPW: jax.Array, layer: jax.Array, lane: Stripe, chunk: jax.Array, *, layout: PageLayout, name: str, side: str
 ) -> jax.Array:
@@ -102,20 +130,10 @@ def rows(
     Returns:
         [C, width] raw numbers; some rows of the pages beyond the last component.
     """
-    index = layout.index(name)
-    units, tables_EM = (layout.a_units, lane.a_pages) if side == "a" else (layout.b_units, lane.b_pages)
-    found = components(lane, chunk, index)
-    start_E = fill(lane.ranks, lane.ranks.shape[:1], jnp.int32)
-    for before in range(index):
-        start_E = start_E + _of_projection(lane.ranks, before) * units[before]
-    unit_C = _take(start_E, found.adapter) + found.rank * units[index]
-    unit_CN = unit_C[:, None] + count_up(lane.ranks, units[index])[None, :]
-    per_page = layout.units_per_page
-    entry_CN = jnp.minimum(unit_CN // per_page, tables_EM.shape[1] - 1)
-    page_CN = tables_EM.at[found.adapter[:, None], entry_CN].get(mode="promise_in_bounds")
-    flat_CN = (layer * pages_LPW.shape[1] + page_CN) * per_page + unit_CN % per_page
+    page_CN, unit_CN = places(lane, chunk, layout=layout, name=name, side=side)
+    flat_CN = (layer * pages_LPW.shape[1] + page_CN) * layout.units_per_page + unit_CN
     taken = pages_LPW.reshape(-1, layout.unit).at[flat_CN].get(mode="promise_in_bounds")
-    return taken.reshape(CHUNK_ROWS, units[index] * layout.unit)
+    return taken.reshape(CHUNK_ROWS, -1)
 
 
 def shrink(

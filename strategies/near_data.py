@@ -47,7 +47,7 @@ def delta(
 
     def near(pool: jax.Array, layer: jax.Array, x_STI: jax.Array, control: LoraLane) -> list[tuple[jax.Array, ...]]:
         def stripe(s: int) -> tuple[jax.Array, ...]:
-            added = setting.near.delta.call(
+            added = setting.at_the_data.delta.call(
                 x_STI[s],
                 pool,
                 layer,

@@ -2,7 +2,8 @@
 
 They work on whole pages instead of one layer of them (`strategies.spread`). The embedding's shrink looks one number of
 each row of A up, wherever A is, so `fetch` sends the tokens to the pool and has m back instead of rows of A, which are
-as long as the vocabulary. An adapter striped over S pool devices gets the input S times; the device adds up.
+as long as the vocabulary; where nothing computes in the pool, these numbers are copied one by one. An adapter striped
+over S pool devices gets the input S times; the device adds up.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from strategies import low_rank
 from strategies.fetch import chunk_scope, over_the_link
 from strategies.lanes import LoraLane, Memory, Stripe, stripe_of
 from strategies.setting import LoraSetting
-from strategies.spread import Shrink, expand_spread, lookup, out_size, shrink_spread
+from strategies.spread import Shrink, Take, expand_spread, lookup, numbers, out_size, shrink_spread
 
 
 class _Work(NamedTuple):
@@ -115,11 +116,17 @@ def _serve(strategy: Callable[[_Work], jax.Array], work: _Work) -> jax.Array:
 
 
 def _look_up(
-    tokens_T: jax.Array, pages_LPW: jax.Array, lane: Stripe, *, setting: LoraSetting, shrink: Shrink
+    tokens_T: jax.Array,
+    pages_LPW: jax.Array,
+    lane: Stripe,
+    *,
+    setting: LoraSetting,
+    shrink: Shrink | None = None,
+    take: Take = numbers,
 ) -> jax.Array:
     del shrink  # Nothing is multiplied.
     (name,) = setting.group
-    return lookup(tokens_T, pages_LPW, lane, layout=setting.layout, name=name, max_rank=setting.max_rank)
+    return lookup(tokens_T, pages_LPW, lane, layout=setting.layout, name=name, max_rank=setting.max_rank, take=take)
 
 
 def _resident(first: _First, work: _Work) -> jax.Array:
@@ -133,11 +140,11 @@ def _resident(first: _First, work: _Work) -> jax.Array:
 
 
 def _near_data(first: _First, work: _Work) -> jax.Array:
-    setting = work.setting
+    setting, near_kernels = work.setting, work.setting.at_the_data
 
     def near(inputs: jax.Array, pool: jax.Array, lane: Stripe) -> jax.Array:
-        m_TR = first(inputs, pool, lane, setting=setting, shrink=setting.near.shrink.call)
-        return expand_spread(m_TR, pool, lane, setting=setting, expand=setting.near.expand.call, out_dtype=m_TR.dtype)
+        m_TR = first(inputs, pool, lane, setting=setting, shrink=near_kernels.shrink.call)
+        return expand_spread(m_TR, pool, lane, setting=setting, expand=near_kernels.expand.call, out_dtype=m_TR.dtype)
 
     y_STO = _at_the_data(near, work)
     return _total([y_STO[s].astype(jnp.float32) for s in work.stripes])
@@ -154,13 +161,28 @@ def _split(first: _First, work: _Work) -> jax.Array:
 
 
 def _fetch_embedding(work: _Work) -> jax.Array:
-    m_STR, pool = _first_at_the_data(_look_up, work), work.memory.pool
+    pool, setting = work.memory.pool, work.setting
+    if setting.near is None:
+        lanes = [stripe_of(work.lane, s) for s in work.stripes]
+        m_STR = jnp.stack([_look_up(work.inputs, pool, lane, setting=setting, take=_copied) for lane in lanes])
+    else:
+        m_STR = _first_at_the_data(_look_up, work)
 
     def stripe(s: int) -> jax.Array:
         expand = _streamed(low_rank.expand, work, s)
-        return expand_spread(m_STR[s], pool, stripe_of(work.lane, s), setting=work.setting, expand=expand)
+        return expand_spread(m_STR[s], pool, stripe_of(work.lane, s), setting=setting, expand=expand)
 
     return _total([stripe(s) for s in work.stripes])
+
+
+def _copied(pool: jax.Array, layer: jax.Array, page: jax.Array, place: jax.Array) -> jax.Array:
+    """Single numbers of pool pages, a copy each."""
+
+    def one(at: tuple[jax.Array, ...]) -> jax.Array:
+        return link.read_block(pool, at, (1, 1, 1)).reshape(())
+
+    where = tuple(jnp.broadcast_to(part, page.shape).reshape(-1) for part in (layer, page, place))
+    return lax.map(one, where).reshape(page.shape)
 
 
 def _fetch_head(work: _Work) -> jax.Array:
@@ -191,7 +213,7 @@ def _first_at_the_data(first: _First, work: _Work) -> jax.Array:
     """m [S, T, R] of every stripe, computed where A is and brought to the device."""
 
     def near(inputs: jax.Array, pool: jax.Array, lane: Stripe) -> jax.Array:
-        return first(inputs, pool, lane, setting=work.setting, shrink=work.setting.near.shrink.call)
+        return first(inputs, pool, lane, setting=work.setting, shrink=work.setting.at_the_data.shrink.call)
 
     return _at_the_data(near, work)
 

@@ -21,14 +21,20 @@ class LoraSetting(NamedTuple):
         group: names of the projections.
         max_rank: most rank components of an adapter on one pool device.
         device: kernels on the device.
-        near: kernels near the data.
+        near: kernels near the data; None where nothing computes there, and pages are copied block by block.
     """
 
     layout: PageLayout
     group: tuple[str, ...]
     max_rank: int
     device: KernelSet
-    near: KernelSet
+    near: KernelSet | None
+
+    @property
+    def at_the_data(self) -> KernelSet:
+        """Kernels near the data, for strategies that are nowhere without."""
+        assert self.near is not None, "nothing computes near the data"
+        return self.near
 
     def nothing(self, num_tokens: int) -> dict[str, jax.Array]:
         """The result for a lane without adapters: zeros [T, O] float32 by projection."""
@@ -46,9 +52,15 @@ class AttentionSetting(NamedTuple):
     Attributes:
         layout: of pages.
         device: kernels on the device.
-        near: kernels near the data.
+        near: kernels near the data; None where nothing computes there, and pages are copied block by block.
     """
 
     layout: PageLayout
     device: KernelSet
-    near: KernelSet
+    near: KernelSet | None
+
+    @property
+    def at_the_data(self) -> KernelSet:
+        """Kernels near the data, for strategies that are nowhere without."""
+        assert self.near is not None, "nothing computes near the data"
+        return self.near

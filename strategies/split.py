@@ -47,7 +47,7 @@ def delta(
 
     def near(pool: jax.Array, layer: jax.Array, x_STI: jax.Array, control: LoraLane) -> jax.Array:
         def stripe(s: int) -> jax.Array:
-            return setting.near.shrink.call(
+            return setting.at_the_data.shrink.call(
                 x_STI[s],
                 pool,
                 layer,

@@ -23,12 +23,26 @@ from strategies.setting import LoraSetting
 
 Shrink = Callable[..., jax.Array]
 """(x, pages [L, P, W], layer, lane, layout=, group=, max_rank=, out_dtype=) to [1, T, R], of one layer of the pages."""
+Take = Callable[..., jax.Array]
+"""(pages [L, P, W], layer [T, 1], page [T, R], place [T, R]) to [T, R] raw numbers."""
 Expand = Callable[..., tuple[jax.Array, ...]]
 """(m [1, T, R], pages, layer, lane, layout=, group=) to ([T, width],), of one layer of the pages."""
 
 
+def numbers(pages_LPW: jax.Array, layer: jax.Array, page: jax.Array, place: jax.Array) -> jax.Array:
+    """Single numbers of pages, gathered where the pages are."""
+    return pages_LPW.at[layer, page, place].get(mode="promise_in_bounds")
+
+
 def lookup(
-    tokens_T: jax.Array, pages_LPW: jax.Array, lane: Stripe, *, layout: PageLayout, name: str, max_rank: int
+    tokens_T: jax.Array,
+    pages_LPW: jax.Array,
+    lane: Stripe,
+    *,
+    layout: PageLayout,
+    name: str,
+    max_rank: int,
+    take: Take = numbers,
 ) -> jax.Array:
     """Number t of each row of A, for token t: shrink of a one-hot vector. Works near the data as well.
 
@@ -39,6 +53,7 @@ def lookup(
         layout: where rows lie in an adapter's pages.
         name: of the projection, which is spread over the layers; its scale is the same in all of them.
         max_rank: R; no adapter has more components.
+        take: gives the numbers.
 
     Returns:
         [T, R] in the dtype of the pages, scaled; 0 beyond the rank of a token's adapter and for tokens of the base.
@@ -57,7 +72,7 @@ def lookup(
     page_TR = lane.a_pages.at[owner_T[:, None], entry_TR].get(mode="promise_in_bounds")
     layer_T1 = (tokens_T // layout.in_width(name))[:, None]
     place_TR = unit_TR % per_page * unit + (at_T % unit)[:, None]
-    a_TR = from_raw(pages_LPW.at[layer_T1, page_TR, place_TR].get(mode="promise_in_bounds"), layout.dtype)
+    a_TR = from_raw(take(pages_LPW, layer_T1, page_TR, place_TR), layout.dtype)
     own_TR = (lane.owner[:, None] >= 0) & (rank_R[None, :] < _take(_of_projection(lane.ranks, index), owner_T)[:, None])
     m_TR = a_TR.astype(jnp.float32) * _take(_of_projection(lane.scale[:, 0], index), owner_T)[:, None]
     return lax.select(own_TR, m_TR, fill(lane.owner, m_TR.shape, jnp.float32)).astype(layout.dtype)

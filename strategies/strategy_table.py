@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 
 from memory_pool.adapter_entry import Needs
-from memory_pool.probe import ProbeReport
 from strategies import distributed, fetch, local, near_data, resident, split, traffic
 from strategies.paged_attention import Partial
 
@@ -20,13 +19,13 @@ class LoraStrategy(NamedTuple):
         delta: (x [T, I], memory, layer, lane, control, scope=, setting=) to [T, O] float32 by projection.
         needs: matrices that it reads from adapter pages on the device.
         traffic: (bucket, use) to the link bytes of one step.
-        unsupported: None when it can run on a machine, else why not.
+        computes_near: it is nowhere without near-data compute.
     """
 
     delta: Callable[..., dict[str, jax.Array]]
     needs: Needs
     traffic: Callable[[traffic.LoraBucket, traffic.LoraUse], list[traffic.Bytes]]
-    unsupported: Callable[[ProbeReport], str | None]
+    computes_near: bool
 
 
 class AttentionStrategy(NamedTuple):
@@ -35,33 +34,21 @@ class AttentionStrategy(NamedTuple):
     Attributes:
         add: (seen, q [N, K, Q * R, H], memory, layer, lanes, control, maths, scope=, setting=) to Partial.
         traffic: (bucket, use) to the link bytes of one step.
-        unsupported: None when it can run on a machine, else why not.
+        computes_near: it is nowhere without near-data compute.
     """
 
     add: Callable[..., Partial]
     traffic: Callable[[traffic.KvBucket, traffic.KvUse], list[traffic.Bytes]]
-    unsupported: Callable[[ProbeReport], str | None]
-
-
-def _always(report: ProbeReport) -> str | None:
-    del report
-    return None
-
-
-def _reads_the_pool(report: ProbeReport) -> str | None:
-    if report.near_data:
-        return None
-    return f"near-data functions do not work on {report.platform}: {report.problem}"
+    computes_near: bool
 
 
 LORA = {
-    "resident": LoraStrategy(resident.delta, Needs(True, True), traffic.resident, _always),
-    "fetch": LoraStrategy(fetch.delta, Needs(False, False), traffic.fetch, _reads_the_pool),
-    "near_data": LoraStrategy(near_data.delta, Needs(False, False), traffic.near_data, _reads_the_pool),
-    "split": LoraStrategy(split.delta, Needs(False, True), traffic.split, _reads_the_pool),
+    "resident": LoraStrategy(resident.delta, Needs(True, True), traffic.resident, False),
+    "fetch": LoraStrategy(fetch.delta, Needs(False, False), traffic.fetch, False),
+    "near_data": LoraStrategy(near_data.delta, Needs(False, False), traffic.near_data, True),
+    "split": LoraStrategy(split.delta, Needs(False, True), traffic.split, True),
 }
 ATTENTION = {
-    # Without a pool nothing is streamed, and every page is on the device.
-    "local": AttentionStrategy(local.add, traffic.local, _always),
-    "distributed": AttentionStrategy(distributed.add, traffic.distributed, _reads_the_pool),
+    "local": AttentionStrategy(local.add, traffic.local, False),
+    "distributed": AttentionStrategy(distributed.add, traffic.distributed, True),
 }

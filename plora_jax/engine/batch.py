@@ -129,6 +129,7 @@ class BatchShape(NamedTuple):
         stripes: S.
         pool_devices: D.
         device_pages: pages of one pool device.
+        near: something computes near the data; else nothing is sent there, and all tables are on the device.
     """
 
     max_model_len: int
@@ -138,6 +139,7 @@ class BatchShape(NamedTuple):
     stripes: int
     pool_devices: int
     device_pages: int
+    near: bool = True
 
     @property
     def table_pages(self) -> int:
@@ -257,8 +259,8 @@ class BatchBuilder:
         parcels = {
             "tokens": Parcel(False, tokens),
             "missing": Parcel(False, {"decode": decode.missing, "prefill": prefill.missing}, elsewhere),
-            "kv": Parcel(True, {"decode": decode.control, "prefill": prefill.control}, elsewhere),
-            **_lane_parcels(lanes),
+            "kv": Parcel(self.shape.near, {"decode": decode.control, "prefill": prefill.control}, elsewhere),
+            **_lane_parcels(lanes, near=self.shape.near),
         }
         sampling = make_sampling_batch(
             packer.sampling_rows, rows_padded=self.bucket.decode_rows, max_len=self.shape.max_model_len
@@ -282,11 +284,11 @@ class BatchBuilder:
         }
 
 
-def _lane_parcels(lanes: Mapping[str, Lanes]) -> dict[str, Parcel]:
+def _lane_parcels(lanes: Mapping[str, Lanes], *, near: bool) -> dict[str, Parcel]:
     """Owners together, since they change with each step's rows; tables by phase, since they seldom change."""
     quiet = "nobody" if not any(lane.use for lane in lanes.values()) else None
     parcels = {}
-    for in_pool, prefix in ((False, ""), (True, "near_")):
+    for in_pool, prefix in ((False, ""), (True, "near_"))[: 2 if near else 1]:
 
         def taken(by_strategy: Mapping[str, Any], in_pool: bool = in_pool) -> dict[str, Any]:
             return {name: part for name, part in by_strategy.items() if not in_pool or name != "resident"}

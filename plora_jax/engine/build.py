@@ -31,7 +31,7 @@ from plora_jax.engine.compile import use_persistent_cache
 from plora_jax.engine.engine import Engine
 from plora_jax.engine.engine_config import EngineConfig
 from plora_jax.engine.executor import JaxExecutor
-from plora_jax.engine.near_guard import AttentionChoice, NearDataGuard
+from plora_jax.engine.near_guard import AttentionChoice, NearDataGuard, backend_problems
 from plora_jax.engine.traffic import LAYER_GROUPS
 from plora_jax.parallel import EMBEDDING, HEAD, TensorParallel
 from plora_jax.tokenizer import load_tokenizer
@@ -132,8 +132,8 @@ def build_engine(
     progress.stage("weights")
     parallel = TensorParallel(load_config(config.model), config.tensor_parallel_size)
     mesh, report = _mesh(config.tensor_parallel_size), probe()
-    if not report.near_data:
-        raise ValueError(f"this machine's accelerator cannot read the pool ({report.as_text()}): use JAX_PLATFORMS=cpu")
+    if problems := backend_problems(config, report):
+        raise ValueError("; ".join(problems))
     loaded = load_model(
         config.model, dtype=config.dtype, progress=progress.advance, sharding_of=parallel.sharding_of(mesh)
     )
@@ -141,7 +141,7 @@ def build_engine(
     dtype = np.dtype(params["embedding"].dtype)
     layout = page_layout(parallel, page_tokens=config.page_tokens, dtype=dtype)
     sizes, limits = _sizes(config, layout), _limits(config, loaded.config, layout)
-    memory = PageMemory(layout, mesh, pool_devices=config.pool_devices, **sizes._asdict())
+    memory = PageMemory(layout, mesh, pool_devices=config.pool_devices, near=report.near_data, **sizes._asdict())
     pages, ledger = PoolPages(config.pool_devices, sizes.pool_pages), Ledger()
     longest = -(-limits.max_model_len // config.page_tokens)
     adapters = _adapter_pool(config, memory, pages, ledger=ledger, keep_for_kv=longest)
@@ -154,6 +154,10 @@ def build_engine(
         ledger=ledger,
     )
     unit, attention = NearDataUnit(), _attention(config)
+    guard = NearDataGuard(unit, adapters, attention)
+    if report.problem is not None:
+        unit.fail(f"at start: {report.problem}")
+        guard.check()
     progress.stage("programs")
     executor = JaxExecutor(
         loaded.config,
@@ -167,7 +171,7 @@ def build_engine(
         adapters=adapters,
         attention_of=attention,
         ledger=ledger,
-        guard=NearDataGuard(unit, adapters, attention).check,
+        guard=guard,
         progress=progress.advance,
     )
     name = default_model_name(loaded)

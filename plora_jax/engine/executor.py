@@ -20,9 +20,10 @@ from plora_jax.config import ModelConfig
 from plora_jax.engine import annotations
 from plora_jax.engine.annotations import annotate
 from plora_jax.engine.batch import PREFILL_BLOCK, BatchBuilder, BatchShape, Bucket, BuiltStep, lattice, pick_bucket
+from plora_jax.engine.near_guard import NearDataGuard
 from plora_jax.engine.outputs import TokenLogprobs
 from plora_jax.engine.packing import PackedArrays
-from plora_jax.engine.plan import Row, RowResult, StepPlan
+from plora_jax.engine.plan import KvLostError, Row, RowResult, StepPlan
 from plora_jax.engine.plan import Sequence as PlannedSequence
 from plora_jax.engine.step import PromptLogprobs, StepResult, StepSetting, make_step
 from plora_jax.engine.traffic import StepTraffic
@@ -62,7 +63,7 @@ class JaxExecutor:
         adapters: where adapters are; None serves the base model only.
         attention_of: "local" or "distributed", for a sequence's KV pages that are not on the device.
         ledger: told what each step moves over the link.
-        guard: called before each step is packed; it may change who is served how.
+        guard: asked before each step is packed, and when one fails: it may change who is served how.
         kernels: implementations to use; by default the best for the platform.
         progress: told (programs compiled, programs in all) during warm-up.
 
@@ -84,7 +85,7 @@ class JaxExecutor:
         adapters: AdapterPool | None,
         attention_of: Callable[[PlannedSequence], str],
         ledger: Ledger,
-        guard: Callable[[], None] = lambda: None,
+        guard: NearDataGuard | None = None,
         kernels: Kernels | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -103,8 +104,9 @@ class JaxExecutor:
             stripes=stripes,
             pool_devices=memory.pool_devices,
             device_pages=memory.pool_pages,
+            near=memory.near,
         )
-        self.setting = StepSetting(memory.layout, -(-self.shape.max_rank // stripes), self.kernels)
+        self.setting = StepSetting(memory.layout, -(-self.shape.max_rank // stripes), self.kernels, memory.near)
         self.buckets = lattice(max_num_seqs, max_prefill_tokens)
         self._width = max_num_seqs
         self._sent: dict[tuple[Bucket, str], tuple[Hashable, jax.Array]] = {}
@@ -132,16 +134,36 @@ class JaxExecutor:
 
         Returns:
             One result a row, in order.
+
+        Raises:
+            KvLostError: the step failed in what it computed near the data and took the KV pages of the device with it.
+                Those are empty again, and the next steps compute nothing there.
+            Exception: the step failed for another reason, or twice.
         """
         if self.on_step is not None:
             self.on_step(plan)
+        bucket, built = self._pack(plan)
+        try:
+            return self._run(plan, bucket, built)
+        except Exception as error:
+            if self._guard is None or not self._guard.blame(built.use, error):
+                raise
+            if self._memory.kv_is_lost():
+                self._memory.renew_kv()
+                raise KvLostError("the step took the KV pages of the device with it") from error
+        return self._run(plan, *self._pack(plan))
+
+    def _pack(self, plan: StepPlan) -> tuple[Bucket, BuiltStep]:
         with annotate(annotations.PACK):
-            self._guard()
+            if self._guard is not None:
+                self._guard.check()
             bucket = pick_bucket(self.buckets, plan)
-            program = self.programs[bucket]
-            built = program.builder.build(plan, placed=self._placed)
+            return bucket, self.programs[bucket].builder.build(plan, placed=self._placed)
+
+    def _run(self, plan: StepPlan, bucket: Bucket, built: BuiltStep) -> list[RowResult]:
+        program, memory = self.programs[bucket], self._memory
+        with annotate(annotations.PACK):
             parcels = self.send(bucket, built)
-        memory = self._memory
         with annotate(annotations.DISPATCH):
             memory.kv, result = program.run(
                 self._params, memory.pool, memory.adapters, memory.kv, parcels, built.sampling
@@ -197,7 +219,8 @@ class JaxExecutor:
         return programs
 
     def _lower(self, bucket: Bucket) -> Program:
-        strategies = tuple(LORA) if self._adapters else ()
+        served = [name for name, strategy in LORA.items() if self._memory.near or not strategy.computes_near]
+        strategies = served if self._adapters else ()
         builder = BatchBuilder(
             bucket, self.shape, lora_strategies=strategies, attention_of=lambda seq: self._attention_of(seq)
         )

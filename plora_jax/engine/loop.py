@@ -20,7 +20,7 @@ from plora_jax.engine.errors import EngineDeadError, OverloadedError
 from plora_jax.engine.generation import Generation
 from plora_jax.engine.outputs import Delta
 from plora_jax.engine.placement import PlacementPlanner
-from plora_jax.engine.plan import Executor, Row, RowResult, Sequence, StepPlan
+from plora_jax.engine.plan import Executor, KvLostError, Row, RowResult, Sequence, StepPlan
 from plora_jax.engine.scheduler import Scheduler
 from plora_jax.engine.stats import Recorder
 from plora_jax.engine.stream import TokenStream
@@ -340,6 +340,10 @@ class EngineLoop:
             if len(results) != len(plan.rows):
                 raise RuntimeError(f"{len(results)} results came back for {len(plan.rows)} rows")
             done = self._scheduler.complete(plan, results)
+        except KvLostError as error:
+            logger.warning("%s: what the pool does not hold is computed again", error)
+            self._scheduler.rewind()
+            return []
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.rows))
             self._failed_steps += 1

@@ -93,6 +93,10 @@ class RowResult(NamedTuple):
     prompt_logprobs: SequenceOf[TokenLogprobs]
 
 
+class KvLostError(RuntimeError):
+    """A step took the KV pages of the device with it; the pool and the sequences are as they were before."""
+
+
 class Executor(Protocol):
     """Carries out steps. The real one runs JAX; a modelled one may only advance a virtual clock."""
 
@@ -112,5 +116,5 @@ class Executor(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> list[RowResult]:
-        """Runs one step; results in the order of plan.rows."""
+        """Runs one step; results in the order of plan.rows. Raises KvLostError where sequences have to be rewound."""
         ...

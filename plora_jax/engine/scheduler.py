@@ -158,6 +158,12 @@ class Scheduler:
                 seq.output_ids.append(result.token_id)
         return done
 
+    def rewind(self) -> None:
+        """Goes on without what the device held of keys and values: they are computed again from what the pool holds."""
+        self._kv.lose_device()
+        for seq in self._by_id.values():
+            seq.computed = seq.kv.computed if seq.kv else 0
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless pages and adapter references are exactly those of the sequences here."""
         self._kv.check_integrity()

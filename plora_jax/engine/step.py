@@ -56,14 +56,20 @@ class StepSetting(NamedTuple):
         layout: of pages.
         max_rank: most rank components of an adapter on one pool device; 0 serves the base model only.
         kernels: implementations, on the device and near the data.
+        near: something computes near the data; without it the program has no part there.
     """
 
     layout: PageLayout
     max_rank: int
     kernels: Kernels
+    near: bool = True
 
     def lora(self, kernels: KernelSet, group: Sequence[str]) -> LoraSetting:
-        return LoraSetting(self.layout, tuple(group), self.max_rank, kernels, kernels)
+        return LoraSetting(self.layout, tuple(group), self.max_rank, kernels, kernels if self.near else None)
+
+    def attention(self, kernels: KernelSet) -> AttentionSetting:
+        # Few pages of a prompt are away from the device, and the kernels of decode rows take any queries.
+        return AttentionSetting(self.layout, kernels, self.kernels.decode if self.near else None)
 
 
 class StepInputs(NamedTuple):
@@ -72,9 +78,9 @@ class StepInputs(NamedTuple):
     Attributes:
         tokens: tokens, positions, pages that are written.
         kv: attention of the phases "decode" and "prefill", on the device.
-        kv_control: the same in the pool.
+        kv_control: the same in the pool; on the device where nothing computes near the data.
         lora: lanes by phase and strategy, on the device.
-        lora_control: the same in the pool; `resident` has no part there.
+        lora_control: the same in the pool; `resident` has no part there, and none has where nothing computes there.
     """
 
     tokens: StepTokens
@@ -84,17 +90,21 @@ class StepInputs(NamedTuple):
     lora_control: Mapping[str, Mapping[str, LoraLane]]
 
 
-def open_parcels(parcels: Mapping[str, jax.Array], packing: Mapping[str, PackedArrays]) -> StepInputs:
+def open_parcels(
+    parcels: Mapping[str, jax.Array], packing: Mapping[str, PackedArrays], *, near: bool = True
+) -> StepInputs:
     """Cuts the words of parcels into arrays again; those in the pool near the data.
 
     Args:
         parcels: words by the names of `BatchBuilder.build`.
         packing: how each was packed.
+        near: something computes near the data, so that there are parcels in the pool.
     """
     trees: dict[str, Any] = {}
     for name, words in parcels.items():
         unpack = packing[name].unpack
-        trees[name] = near_data(unpack)(words) if name.startswith("near_") or name == "kv" else unpack(words)
+        in_pool = near and (name.startswith("near_") or name == "kv")
+        trees[name] = near_data(unpack)(words) if in_pool else unpack(words)
     tokens = trees["tokens"]
     kv = {phase: kv_lanes.join(getattr(tokens, phase), trees["missing"][phase]) for phase in ("decode", "prefill")}
 
@@ -103,7 +113,7 @@ def open_parcels(parcels: Mapping[str, jax.Array], packing: Mapping[str, PackedA
         return {n: lora_lanes.join(part, tables[n]) for n, part in trees[f"{prefix}owners"][phase].items()}
 
     lora = {phase: lanes("", phase) for phase in LORA_PHASES}
-    control = {phase: lanes("near_", phase) for phase in LORA_PHASES}
+    control = {phase: lanes("near_", phase) if near else {} for phase in LORA_PHASES}
     return StepInputs(tokens, kv, trees["kv"], lora, control)
 
 
@@ -216,8 +226,7 @@ class PagedContext:
                     self._inputs.kv_control[phase],
                     maths,
                     phase=phase,
-                    # Few pages of a prompt are away from the device, and the kernels of decode rows take any queries.
-                    setting=AttentionSetting(layout, kernels, self._setting.kernels.decode),
+                    setting=self._setting.attention(kernels),
                 )
                 parts.append(out.reshape(tokens.shape))
         return cache, jnp.concatenate(parts)
@@ -261,7 +270,7 @@ def make_step(
         sampling: SamplingBatch,
     ) -> tuple[jax.Array, StepResult]:
         with jax.named_scope(scopes.INPUTS):
-            inputs = open_parcels(parcels, packing)
+            inputs = open_parcels(parcels, packing, near=setting.near)
         context = PagedContext(decoder, inputs, pool, adapters, setting=setting)
         tokens = inputs.tokens
         with jax.named_scope(scopes.EMBED):

@@ -59,6 +59,10 @@ class StepTraffic:
 
     def of(self, use: StepUse) -> Iterator[traffic.Bytes]:
         """The bytes of one step by what moves, control tables apart, which are counted when they are sent."""
+        # Where nothing computes near the data, nothing has to be told there what to do.
+        return (part for part in self._all(use) if self._shape.near or part[0].object != "control")
+
+    def _all(self, use: StepUse) -> Iterator[traffic.Bytes]:
         for phase, by_strategy in use.lora.items():
             for name, adapters in by_strategy.items():
                 yield from self._of_lane(phase, name, self._lora_use(phase, name, adapters))

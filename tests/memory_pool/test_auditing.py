@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import compute_on
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -11,6 +12,7 @@ from memory_pool import (
     AuditError,
     audit,
     device_sharding,
+    link,
     near_data,
     one_device_mesh,
     pool_sharding,
@@ -77,6 +79,8 @@ def _while(pool, x):
         (lambda pool, x: jnp.sort(pool, axis=0), "sort"),
         (lambda pool, x: pool * 2.0, "mul"),
         (lambda pool, x: pool[1:], "slice"),
+        (lambda pool, x: jax.lax.dynamic_slice(pool, (x[0, 0].astype(int), 0), (1, 8)), "`dynamic_slice` at"),
+        (lambda pool, x: jax.lax.dynamic_update_slice(pool, to_pool(x[:1]), (0, 0)), "`dynamic_update_slice` at"),
         (lambda pool, x: jax.pure_callback(lambda p: p, jax.ShapeDtypeStruct((4, 8), np.float32), pool), "callback"),
         (lambda pool, x: jax.device_put(x, jax.memory.Space.Host), "outside memory_pool/link.py"),
         (lambda pool, x: jax.device_put(pool, jax.memory.Space.Device), "outside memory_pool/link.py"),
@@ -184,3 +188,44 @@ def test_control_arguments_count_once_on_every_device():
     program = near_data(lambda pages: pages + 1)
     assert audit(lambda t: program(t["pages"]), tables) == (0, 0, 0)
     assert audit(lambda t: program(t["pages"]), tables, control_args=(0,)) == (0, 5 * 2 * 4, 1)
+
+
+def copied(pool, x):
+    pool = link.write_block(pool, x[:1], (2, 0))
+    rows = jax.lax.map(lambda i: link.read_block(pool, (i, 0), (1, 8)), jnp.arange(3))
+    return pool, rows
+
+
+def test_blocks_that_the_link_copies_are_counted():
+    assert audit(copied, POOL, X) == (3 * 8 * 4, 8 * 4, 4)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    monkeypatch.setenv("PLORA_POOL", "device")
+    return jax.device_put(np.ones((4, 8), np.float32), pool_sharding(MESH))
+
+
+def test_emulated_transfers_are_counted_as_real_ones_are(emulated):
+    function = near_data(lambda pool, x: jnp.einsum("PD,TD->TP", pool, x))
+
+    def near(pool, x):
+        return to_device(function(pool, to_pool(x)))
+
+    def loop(pool, x):
+        return jax.lax.scan(lambda c, _: (c + near(pool, x), None), jnp.zeros((3, 4)), length=5)[0]
+
+    assert audit(near, emulated, X) == (3 * 4 * 4, 3 * 8 * 4, 2)
+    assert audit(loop, emulated, X) == (5 * 48, 5 * 96, 10)
+    assert audit(copied, emulated, X) == (3 * 8 * 4, 8 * 4, 4)
+    assert audit(near, emulated, X, control_args=[1]).to_pool == 2 * 3 * 8 * 4
+
+
+def test_emulated_transfers_are_named_by_the_link_alone(emulated):
+    assert audit(lambda x: checkpoint_name(x, "link.to_pool"), X) == (0, 0, 0)
+
+
+def test_names_count_for_nothing_where_the_pool_is_real():
+    assert audit(lambda x: checkpoint_name(x, "link.to_pool"), X) == (0, 0, 0)
+    with pytest.raises(AuditError, match="`name` at"):
+        audit(lambda pool: checkpoint_name(pool, "link.to_device"), POOL)

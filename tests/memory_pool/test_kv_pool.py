@@ -90,6 +90,16 @@ class Bench:
                 found = self.memory.pool[home] if here == ABSENT else self.memory.device[here]
                 assert found[offset] == number, f"position {position}"
 
+    def lose_device(self) -> None:
+        """Whatever the device held is gone; the sequences are as long as the pool knows them."""
+        self.memory.device.clear()
+        self.kv.lose_device()
+        for handle, numbers in self.content.items():
+            assert len(numbers) - G < handle.computed == handle.written <= len(numbers)
+            del numbers[handle.computed :]
+        self.check()
+        assert self.device.num_free == self.device.num_usable
+
     def close(self, handle: KvHandle) -> None:
         self.content.pop(handle, None)
         self.kv.close(handle)
@@ -340,7 +350,7 @@ def test_check_integrity_finds_a_copy_that_the_pool_does_not_hold() -> None:
     device_pages=st.integers(1, 8),
     keep=st.sampled_from([None, 0, 1, 3]),
 )
-def test_random_steps_suspends_and_closes_never_lose_a_token(
+def test_random_steps_suspends_losses_and_closes_never_lose_a_token(
     seed: int, pool_pages: int, device_pages: int, keep: int | None
 ) -> None:
     rng = random.Random(seed)
@@ -362,8 +372,10 @@ def test_random_steps_suspends_and_closes_never_lose_a_token(
                             bench.kv.suspend(other)
                 bench.check()
                 bench.step([handle], count)
-        elif action < 0.85:
+        elif action < 0.8:
             bench.kv.suspend(handle)
+        elif action < 0.85:
+            bench.lose_device()
         else:
             bench.close(handle)
         bench.check()
@@ -371,6 +383,21 @@ def test_random_steps_suspends_and_closes_never_lose_a_token(
         bench.close(handle)
     bench.kv.check_integrity()
     assert (bench.pool.num_free, bench.device.num_free) == (bench.pool.num_usable, bench.device.num_usable)
+
+
+def test_lost_device_pages_leave_what_the_pool_has_and_what_was_suspended_goes_on() -> None:
+    bench = make_bench()
+    runs, waits, young = (bench.kv.open() for _ in range(3))
+    bench.compute(runs, count=2 * G + 3)
+    bench.compute(waits, count=3)
+    bench.kv.suspend(waits)
+    bench.compute(waits, count=2)
+    bench.kv.suspend(waits)
+    bench.kv.extend(young, 2)
+    bench.lose_device()
+    assert (runs.computed, waits.computed, young.computed) == (2 * G, G + 1, 0)
+    assert not young.num_pages
+    bench.compute(runs, waits, young, count=2)
 
 
 def test_pages_of_the_real_memory_come_back_as_they_were() -> None:

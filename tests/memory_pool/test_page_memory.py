@@ -1,3 +1,4 @@
+import contextlib
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ POOL_IDS, DEVICE_IDS = [3, 1, 12, 5, 16, 7, 9, 4, 18, 19, 11], [1, 2, 3, 4, 5, 6
 MANY = 8
 
 
-def make_memory(shards=1, *, page_tokens=4, pool_pages=10, num_layers=3):
+def make_memory(shards=1, *, page_tokens=4, pool_pages=10, num_layers=3, near=True):
     projections = {"q": whole((8, 8))} if shards == 1 else {}
     layout = PageLayout(
         num_layers=num_layers,
@@ -30,7 +31,7 @@ def make_memory(shards=1, *, page_tokens=4, pool_pages=10, num_layers=3):
         dtype=np.dtype(jnp.bfloat16),
     )
     mesh = one_device_mesh() if shards == 1 else Mesh(np.array(jax.devices()[:shards]), (link.TENSOR_AXIS,))
-    return PageMemory(layout, mesh, pool_devices=2, pool_pages=pool_pages, adapter_pages=13, kv_pages=14)
+    return PageMemory(layout, mesh, pool_devices=2, pool_pages=pool_pages, adapter_pages=13, kv_pages=14, near=near)
 
 
 def random_pages(memory, count):
@@ -40,8 +41,8 @@ def random_pages(memory, count):
 
 def check_copies_put_pages_where_they_are_sent(memory):
     pages = random_pages(memory, len(POOL_IDS))
-    assert memory.write(POOL_IDS, pages) == 0
     moved = len(POOL_IDS) * memory.page_bytes
+    assert memory.write(POOL_IDS, pages) == (0 if memory.near else moved)
     assert memory.load_adapters(DEVICE_IDS, POOL_IDS) == moved
     assert memory.load_kv(DEVICE_IDS[::-1], POOL_IDS) == moved
     assert memory.save_kv([17, 13, 2], [12, 1, 10]) == 3 * memory.page_bytes
@@ -70,12 +71,11 @@ def buffers(array):
 
 
 def check_audit_counts_what_copies_return(memory):
-    functions, count = copies(memory.mesh), 4
+    functions, count = copies(memory.mesh, near=memory.near), 4
     ids = np.arange(1, 1 + count, dtype=np.int32)
-    near = jax.device_put(ids, link.pool_sharding(memory.mesh))
-    pages = jax.device_put(
-        random_pages(memory, count), link.pool_sharding(memory.mesh, PartitionSpec(link.TENSOR_AXIS))
-    )
+    place = link.pool_sharding if memory.near else link.device_sharding
+    near = jax.device_put(ids, place(memory.mesh))
+    pages = jax.device_put(random_pages(memory, count), place(memory.mesh, PartitionSpec(link.TENSOR_AXIS)))
     written = audit(functions.write, memory.pool, pages, near)
     assert (written.to_device, written.to_pool) == (0, memory.write(ids, np.asarray(pages)))
     control = memory.control_bytes(count)
@@ -94,9 +94,42 @@ CHECKS = [
 ]
 
 
+@pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_copies_on_one_device(check):
-    check(make_memory())
+def test_copies_on_one_device(check, near):
+    check(make_memory(near=near))
+
+
+@pytest.mark.parametrize("check", [CHECKS[0], CHECKS[2]], ids=lambda check: check.__name__)
+def test_copies_of_an_emulated_pool(check, monkeypatch):
+    monkeypatch.setenv("PLORA_POOL", "device")
+    memory = make_memory()
+    assert memory.pool.sharding.memory_kind == "device"
+    check(memory)
+
+
+def test_kv_pages_that_a_step_took_and_lost_are_replaced_by_empty_ones():
+    memory = make_memory()
+    assert not memory.kv_is_lost()
+    shape, sharding = memory.kv.shape, memory.kv.sharding
+    memory.kv.delete()
+    assert memory.kv_is_lost()
+    memory.renew_kv()
+    assert not memory.kv_is_lost()
+    assert (memory.kv.shape, memory.kv.sharding) == (shape, sharding)
+    memory.load_kv([1], [2])
+
+
+def test_kv_pages_that_come_of_a_step_that_failed_are_lost():
+    def fail(kv):
+        raise RuntimeError("in the step")
+
+    memory = make_memory()
+    step = jax.jit(lambda kv: jax.pure_callback(fail, jax.ShapeDtypeStruct(kv.shape, kv.dtype), kv), donate_argnums=0)
+    # Backends fail when the step is dispatched, or give arrays that nobody can read.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        memory.kv = step(memory.kv)
+    assert memory.kv_is_lost()
 
 
 def test_copies_on_many_devices():
@@ -130,4 +163,5 @@ def test_copy_pages_large_pages_are_copied_one_by_one():
 if __name__ == "__main__":
     for run in CHECKS:
         run(make_memory(MANY))
+        run(make_memory(MANY, near=False))
         print(run.__name__)
