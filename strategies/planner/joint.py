@@ -2,8 +2,9 @@
 
 Hysteresis, as a theorem. Moving an adapter to where it needs bytes that are not there takes m seconds of the link. The
 planner keeps an account for every adapter: each choice in which it would like to move it adds the gain that it
-predicts for one step, at the prices of that choice. The move is made when the account holds m, and costs m. So for
-every adapter that has a choice, over any run of choices,
+predicts for one step: at the prices of that choice, and its share of what all moves of the choice save together beyond
+that. The move is made when the account holds m, and costs m. So for every adapter that has a choice, over any run of
+choices,
 
     seconds of the link spent on moving it  <=  its account before the run + the gains predicted for it in the run,
 
@@ -19,18 +20,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from strategies.planner.newcomers import Newcomers
 from strategies.planner.optimizer import Duals, optimize
 from strategies.planner.policies import PaperManager
 from strategies.planner.problem import KvChoice, Plan, PlanProblem, evaluate
 
-_FULL_EVERY = 256
-"""Choices after which prices are found anew whatever happened."""
+_REST, _LONGEST_REST = 4, 64
+"""Choices between two full searches, each of which takes several times as long as one from where the plan stood: few at
+first, twice as many after each search that found nothing better. Only a full search takes other lanes into use."""
 
-_DRIFT = 0.02
-"""Of the objective: so much more distance from the bound than after the last full search calls for another one."""
-
-_REST = 32
-"""Choices after a full search before distance from the bound calls for another: it takes several times as long."""
+_BETTER = 0.005
+"""Of the objective: what a full search must gain to be worth it."""
 
 _FADE = 0.9
 """What an account keeps when its move is not wanted."""
@@ -71,18 +71,21 @@ class JointPlanner:
         self._horizon_steps, self._max_seconds = horizon_steps, max_seconds
         self._paper = PaperManager()
         self._start: Duals | None = None
-        self._age, self._gap = 0, 0.0
+        self._newcomers = Newcomers()
+        self._age, self._rest = 0, _REST
         self._accounts: dict[int, float] = {}
         self._kv_account = 0.0
         self.waiting: dict[int, Waiting] = {}
         self.gained_s: dict[int, float] = {}
 
     def observe(self, tokens: Mapping[int, int]) -> None:
-        """For the paper's manager; expected loads are in the problems."""
+        """For the paper's manager and to know who begins; expected loads are in the problems."""
         self._paper.observe(tokens)
+        self._newcomers.observe(tokens)
 
     def forget(self, row: int) -> None:
         """The row belongs to another adapter from here on."""
+        self._newcomers.forget(row)
         self._accounts.pop(row, None)
         self.waiting.pop(row, None)
         self.gained_s.pop(row, None)
@@ -93,6 +96,11 @@ class JointPlanner:
         Raises:
             PlanError: nothing fits.
         """
+        expected = self._newcomers.in_problem(problem)
+        plan = self._choose(expected)
+        return plan if expected is problem else evaluate(problem, plan.strategy, plan.attention, plan.kv_fraction)
+
+    def _choose(self, problem: PlanProblem) -> Plan:
         wanted, duals = self._solve(problem)
         barred = self._settle(problem, wanted, duals)
         kv = self._settle_kv(problem, wanted)
@@ -107,17 +115,18 @@ class JointPlanner:
         return plan
 
     def _solve(self, problem: PlanProblem) -> tuple[Plan, Duals]:
+        """The best plan found, with moves that have not paid: from where the last one stood, or by a full search."""
         start = self._start
-        if start is not None and (len(start.strategy) != problem.num_adapters or self._age >= _FULL_EVERY):
-            start = None
-        plan, duals = self._search(problem) if start is None else optimize(problem, start)
-        gap = plan.objective_s - duals.bound_s
-        if start is not None and self._age >= _REST and gap > self._gap + _DRIFT * plan.objective_s:
-            start = None
+        if start is None or len(start.strategy) != problem.num_adapters:
+            self._age, self._rest = 0, _REST
             plan, duals = self._search(problem)
-            gap = plan.objective_s - duals.bound_s
-        if start is None:
-            self._age, self._gap = 0, gap
+        else:
+            plan, duals = optimize(problem, start)
+            if self._age >= self._rest:
+                before_s = plan.objective_s
+                plan, duals = self._search(problem)
+                found = before_s - plan.objective_s > _BETTER * before_s
+                self._age, self._rest = 0, _REST if found else min(2 * self._rest, _LONGEST_REST)
         self._age += 1
         self._start = duals
         return plan, duals
@@ -136,18 +145,42 @@ class JointPlanner:
             self._accounts[row] *= _FADE
         if not moving.any():
             return None
-        total = duals.costs - problem.move_s
         here = np.arange(costs_s.shape[1]) == problem.current[:, None]
         free = problem.allowed & ((costs_s <= 0) | here)
         barred = problem.allowed & ~free & free.any(axis=1, keepdims=True)  # pinned where it is not: it has to move
-        unpaid = False
-        for row in map(int, np.flatnonzero(moving & free.any(axis=1))):
-            to = int(columns[row])
-            gain = max(0.0, float(total[row, free[row]].min() - total[row, to]))
-            paid = self._settle_one(row, to, gain, float(costs_s[row, to]))
-            barred[row, to] = not paid
-            unpaid |= not paid
-        return barred if unpaid else None
+        movers = np.flatnonzero(moving & free.any(axis=1))
+        if not len(movers):
+            return None
+        costs_s = costs_s[movers, columns[movers]]
+        gains_s = self._gains(problem, wanted, duals, movers, free[movers], costs_s)
+        for row, gain, cost in zip(movers.tolist(), gains_s.tolist(), costs_s.tolist(), strict=True):
+            barred[row, columns[row]] = not self._settle_one(row, int(columns[row]), gain, cost)
+        return barred if self.waiting else None
+
+    def _gains(
+        self,
+        problem: PlanProblem,
+        wanted: Plan,
+        duals: Duals,
+        movers: np.ndarray,
+        free: np.ndarray,
+        costs_s: np.ndarray,
+    ) -> np.ndarray:
+        """[M] seconds of a step that each of M moves saves: at the prices, and its share of what all save together.
+
+        Moves of many may shorten a step though none of them does so alone, as prices see it: a lane is left, or a place
+        is not the longest any more. What prices do not explain is shared by what the moves cost, so that such moves are
+        paid for at the same time.
+        """
+        total = (duals.costs - problem.move_s)[movers]
+        stay = np.where(free, total, np.inf).argmin(axis=1)
+        gains_s = np.maximum(
+            0.0, total[np.arange(len(movers)), stay] - total[np.arange(len(movers)), wanted.strategy[movers]]
+        )
+        columns = wanted.strategy.copy()
+        columns[movers] = stay
+        together_s = evaluate(problem, columns, wanted.attention, wanted.kv_fraction).step_s - wanted.step_s
+        return gains_s + max(0.0, together_s - gains_s.sum()) * costs_s / costs_s.sum()
 
     def _moves_not_made(self, problem: PlanProblem, wanted: Plan) -> np.ndarray:
         """[N, S], moves that the plan does not make: a second plan shall not begin them unpaid."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from strategies.planner.joint import JointPlanner
-from strategies.planner.problem import violations
+from strategies.planner.problem import evaluate, violations
 from tests.strategies.planner.instances import random_instance
 from tests.strategies.planner.test_problem import NAMES, random_problem
 
@@ -111,6 +111,54 @@ def test_choose_pinned_where_it_is_not_yet_moves_at_once():
     allowed[3] = [True, False, False, False]
     plan = JointPlanner().choose(dataclasses.replace(problem, allowed=allowed))
     assert plan.strategy[3] == RESIDENT
+
+
+def lanes_problem(current, *, lane_s, each_s, move_steps=1e-2):
+    """Four of eight adapters run; a lane costs whoever is in it, an adapter the same in any; all fit the device."""
+    problem = rotating_problem(range(4), current, gain_s=0.0, move_steps=move_steps)
+    load, fixed = problem.load_s.copy(), problem.fixed_load_s.copy()
+    load[:4, :, 0, 1] = each_s
+    fixed[:, 0, 1] = lane_s
+    return dataclasses.replace(problem, load_s=load, fixed_load_s=fixed, budget_bytes=80.0)
+
+
+def test_choose_moves_that_save_only_together_are_paid_together():
+    planner, current = JointPlanner(horizon_steps=1000), np.full(8, FETCH)
+    moved = []
+    for step in range(30):
+        plan = planner.choose(lanes_problem(current, lane_s=[1.0, 9.0, 20.0, 20.0], each_s=1.0))
+        columns = plan.strategy.astype(int)
+        moved += [step] * int((columns != current).sum())
+        current = columns
+    # To leave one lane for the other saves 8 s a step, and four moves cost 40 s.
+    assert moved == [4] * 4
+    assert (current[:4] == RESIDENT).all()
+
+
+def test_choose_leaves_a_lane_in_use_that_newcomers_begin_in():
+    planner, current = JointPlanner(horizon_steps=1000), np.full(8, FETCH)
+    for step in range(40):
+        planner.observe(dict.fromkeys(range(4), 1) if step % 2 else {})
+        problem = lanes_problem(current, lane_s=[8.0, 9.0, 20.0, 20.0], each_s=1.0, move_steps=1e-5)
+        plan = planner.choose(problem)
+        stays = (plan.strategy[:4] == FETCH).all()
+        assert stays or step < 8, "a second lane costs more than it saves while one is in use anyway"
+    alone = evaluate(problem, plan.strategy, plan.attention, plan.kv_fraction)
+    assert plan.step_s == alone.step_s, "what a plan says of a step has no newcomers in it"
+    for _ in range(40):
+        planner.observe(dict.fromkeys(range(4), 1))
+        plan = planner.choose(lanes_problem(current, lane_s=[8.0, 9.0, 20.0, 20.0], each_s=1.0, move_steps=1e-5))
+        current = plan.strategy.astype(int)
+    assert (current[:4] == RESIDENT).all(), "nobody has begun for long"
+
+
+def test_full_searches_become_rare_where_they_find_nothing(monkeypatch):
+    planner, searches, plans = JointPlanner(horizon_steps=1000), [], []
+    search = planner._search
+    monkeypatch.setattr(planner, "_search", lambda problem: searches.append(len(plans)) or search(problem))
+    while len(plans) < 200:
+        plans.append(planner.choose(rotating_problem([0, 1], np.full(8, FETCH), move_steps=1.0)))
+    assert searches == [0, 4, 12, 28, 60, 124, 188]
 
 
 def test_choose_growth_of_kv_fraction_waits_until_it_pays():
