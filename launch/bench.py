@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from launch import flags
-from launch.benchmarks import latency, startup, strategies, throughput
+from launch.benchmarks import latency, memory, startup, strategies, throughput
 from launch.benchmarks.peers import command as peers
 
 
@@ -45,6 +45,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         latency.__doc__,
         latency.define_flags,
         latency.main,
+    ),
+    "memory": Benchmark(
+        "what adapters in the pool cost: memory by their number, and the time of a step that does not use them",
+        memory.__doc__,
+        memory.define_flags,
+        memory.main,
     ),
     "peers": Benchmark(
         "this system and its peers (PEFT, vLLM, OpenVINO GenAI, llama.cpp) side by side on one case, with ratios",

@@ -130,7 +130,7 @@ class CaseAdapters:
 
     def __init__(self, case: ThroughputCase, model: ModelConfig) -> None:
         self._case, self._model = case, model
-        self._targets = _targets(case, model)
+        self._targets = targets_of(case, model)
         self._read = [load_adapter(path, name=path.resolve().name, config=model) for path in case.directories]
         names = [adapter.name for adapter in self._read]
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -182,7 +182,12 @@ class CaseAdapters:
             yield synthetic_adapter(index, rank=rank, targets=self._targets, config=self._model)
 
 
-def _targets(case: ThroughputCase, model: ModelConfig) -> list[str]:
+def targets_of(case: ThroughputCase, model: ModelConfig) -> list[str]:
+    """Projections of a case's synthetic adapters.
+
+    Raises:
+        StartError: the model has no such projection.
+    """
     if case.adapter_targets == ALL_LINEAR:
         return list(model.projections)
     names = split_names([case.adapter_targets])

@@ -48,6 +48,18 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def resident_bytes(status: pathlib.Path = pathlib.Path("/proc/self/statm")) -> int:
+    """Memory of this process that is in use now; 0 where the system does not tell.
+
+    Args:
+        status: file whose second number are its pages.
+    """
+    try:
+        return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def last_level_cache_bytes(system: pathlib.Path = pathlib.Path("/sys/devices/system/cpu")) -> int | None:
     """Last-level cache of all cores, every cache of that level counted once; None where the system does not tell.
 
