@@ -1,7 +1,9 @@
-"""A decision while it is improved: its loads, and what many further moves in a row would be worth.
+"""A decision while it is improved: its loads, and what further moves would be worth.
 
-A move gives a row (an adapter) another column (strategy). `Decision.ladder` evaluates prefixes of a list of moves,
-exactly and all at once, so an improvement is: price, sort by gain, take the best prefix.
+A move gives a row (an adapter) another column (strategy). P is not moved: it is the most that the adapters' bytes leave
+room for, up to the most that is wanted. So a move that takes memory pays for the KV that it drives out, and one that
+frees memory gains by the KV that comes in. `Decision.ladder` evaluates prefixes of a list of moves, exactly and all at
+once, so an improvement is: price, sort by gain, take the best prefix.
 """
 
 from __future__ import annotations
@@ -25,14 +27,21 @@ class Moves(NamedTuple):
 
 
 class Decision:
-    """Columns of all live adapters, P, and the sums that follow from them."""
+    """Columns of all live adapters, and the sums that follow from them.
+
+    Args:
+        folded: the problem.
+        columns: [M].
+        attention: index of the attention strategy.
+        fraction: the most P to have, where there is room.
+    """
 
     def __init__(self, folded: Folded, columns: np.ndarray, *, attention: int, fraction: float) -> None:
         self.folded = folded
         rows = folded.rows
         self.columns = columns.copy()
         self.attention = attention
-        self.fraction = fraction
+        self.wanted = fraction
         self.loads = folded.base + folded.work[rows, columns].sum(axis=0)
         self.own = float(folded.own[rows, columns].sum())
         self.bytes = float(folded.bytes[rows, columns].sum())
@@ -48,16 +57,20 @@ class Decision:
         """Becomes what `other` is; `other` is not used after it."""
         self.__dict__.update(other.__dict__)
 
+    @property
+    def fraction(self) -> float:
+        """P."""
+        return float(self.folded.fraction(self.bytes, self.wanted))
+
+    def adapter_loads(self) -> np.ndarray:
+        """[K], with the base and fixed charges, without KV."""
+        return self.loads + (self.count > 0) @ self.folded.fixed if self.folded.has_fixed else self.loads
+
     def all_loads(self) -> np.ndarray:
         """[K], with fixed charges and KV."""
-        loads = self.loads + self.kv_loads(self.fraction)
-        if self.folded.has_fixed:
-            loads += (self.count > 0) @ self.folded.fixed
-        return loads
-
-    def kv_loads(self, fraction: float) -> np.ndarray:
-        """[K], of attention when P is `fraction`."""
-        return fraction * self.folded.kv_device + (1 - fraction) * self.folded.kv_pool[self.attention]
+        fraction = self.fraction
+        folded = self.folded
+        return self.adapter_loads() + fraction * folded.kv_device + (1 - fraction) * folded.kv_pool[self.attention]
 
     def kv_own(self, fraction):
         """Seconds of KV that are no load: the merge and copies; for any shape of fractions."""
@@ -66,12 +79,10 @@ class Decision:
         return merge + kv.move_s * np.maximum(0.0, fraction - kv.current_fraction)
 
     def overshoot(self, adapter_bytes):
-        """Bytes beyond the limits; for any shape."""
+        """Bytes beyond what adapters can have beside the least P; for any shape."""
         folded = self.folded
-        over = adapter_bytes + (self.fraction * folded.problem.kv.device_bytes - folded.budget_bytes)
-        if folded.adapter_limit_bytes is not None:
-            over = np.maximum(over, adapter_bytes - folded.adapter_limit_bytes)
-        return np.maximum(over - _ROUNDING_BYTES - 1e-10 * folded.problem.budget_bytes, 0.0)
+        slack = _ROUNDING_BYTES + 1e-10 * folded.problem.budget_bytes
+        return np.maximum(adapter_bytes - folded.adapter_budget_bytes - slack, 0.0)
 
     def value(self) -> float:
         """The objective, as `evaluate` defines it (but for what decides ties)."""
@@ -83,9 +94,9 @@ class Decision:
     def fits(self) -> bool:
         return bool(self.overshoot(self.bytes) <= 0)
 
-    def rate(self, sharpness: float) -> float:
+    def rate(self, sharpness: float | None) -> float | None:
         """A sharpness, which is relative to the step, by second."""
-        return sharpness / max(float(self.folded.longest(self.all_loads())), 1e-30)
+        return None if sharpness is None else sharpness / max(float(self.folded.longest(self.all_loads())), 1e-30)
 
     def prices(self, sharpness: float) -> np.ndarray:
         """[K], what a second more of load costs; sums to 1 a phase. Soft where loads are near the largest."""
@@ -94,24 +105,36 @@ class Decision:
         weights = np.exp(sharpness / max(float(largest.sum()), 1e-30) * (loads - largest[folded.phase_of]))
         return weights / np.add.reduceat(weights, folded.starts)[folded.phase_of]
 
+    def after(self, loads: np.ndarray, adapter_bytes: np.ndarray, rate: float | None) -> np.ndarray:
+        """[...] seconds of the longest places and of KV, whether it fits or not.
+
+        Args:
+            loads: [..., K] of adapters, base and fixed charges; overwritten.
+            adapter_bytes: [...].
+            rate: as of `Folded.soft_longest`; None: the longest alone count.
+        """
+        folded = self.folded
+        fraction, here = folded.fraction(adapter_bytes, self.wanted), folded.kv_places
+        in_pool, on_device = folded.kv_pool[self.attention, here], folded.kv_device[here]
+        loads[..., here] += in_pool + fraction[..., None] * (on_device - in_pool)
+        longest = folded.longest(loads) if rate is None else folded.soft_longest(loads, rate)
+        return longest + self.kv_own(fraction)
+
     def ladder(self, moves: Moves, *, sharpness: float | None, byte_price: float) -> tuple[float, int]:
         """The best prefix: its value, and how many moves. With no moves the value is that of standing still."""
         folded = self.folded
         steps = _rungs(len(moves.rows))
-        work, own, used_bytes, counts = self._steps(moves, steps)
-        loads = self.loads + self.kv_loads(self.fraction) + work
+        loads, own, used_bytes, counts = self._steps(moves, steps)
+        loads += self.loads
         if folded.has_fixed:
             used = counts > 0
             loads += used @ folded.fixed
             own = own + used @ folded.fixed_serial
-        if sharpness is None:
-            values = folded.longest(loads)
-        else:
-            values = folded.soft_longest(loads, sharpness / max(float(folded.longest(loads[0])), 1e-30))
+        values = self.after(loads, used_bytes, self.rate(sharpness)) + own
         over = self.overshoot(used_bytes)
-        values = values + own + (np.where(over > 0, np.inf, 0.0) if byte_price == np.inf else byte_price * over)
+        values += np.where(over > 0, np.inf, 0.0) if byte_price == np.inf else byte_price * over
         best = int(values.argmin())
-        return float(values[best] + self.own + folded.serial_s + self.kv_own(self.fraction)), int(steps[best])
+        return float(values[best] + self.own + folded.serial_s), int(steps[best])
 
     def _steps(self, moves: Moves, steps: np.ndarray):
         """Changes after each number of moves in `steps`: loads, own seconds; bytes and counts in all."""

@@ -100,6 +100,7 @@ class Folded:
         adapter_budget_bytes: the most that adapters can have of it.
         adapter_limit_bytes: of the limit for adapters alone; None: there is none.
         rest_bytes: of rows that are not decided.
+        most_kv: P at most, if there is room.
         keep: [K] places among all of them; `num_places` is the number of all.
         starts: [F], where each phase begins among the K; `phase_of` [K] is the same by place.
         kv_places: those of attention's phase, a slice of the K.
@@ -138,6 +139,9 @@ class Folded:
         rest = self._dormant
         self.rest_bytes = float(problem.device_bytes[rest, self._rest[rest]].sum())
         self.budget_bytes = problem.budget_bytes - self.rest_bytes
+        self.most_kv = 1.0
+        if kv.kv_budget_bytes is not None and kv.device_bytes > 0:
+            self.most_kv = max(kv.min_fraction, min(1.0, kv.kv_budget_bytes / kv.device_bytes))
         self.adapter_budget_bytes = problem.adapter_budget_bytes - self.rest_bytes
         own_limit = kv.adapter_budget_bytes
         self.adapter_limit_bytes = None if own_limit is None else own_limit - self.rest_bytes
@@ -180,6 +184,14 @@ class Folded:
         ends = np.append(self.starts, len(self.keep))
         self.kv_places = slice(int(ends[kv.phase]), int(ends[kv.phase + 1]))
         self.work = layout.work(load, self.home, self.keep)
+
+    def fraction(self, adapter_bytes, wanted: float):
+        """P beside adapters of so many bytes, `wanted` at most; for any shape."""
+        kv = self.problem.kv
+        if kv.device_bytes <= 0:
+            return np.full(np.shape(adapter_bytes), wanted)
+        room = (self.budget_bytes - adapter_bytes) / kv.device_bytes
+        return np.minimum(np.maximum(room, kv.min_fraction), max(wanted, kv.min_fraction))
 
     def costs(self, prices: np.ndarray) -> np.ndarray:
         """[M, S] seconds of every choice when a second of load on a place costs `prices` [K]; inf: not allowed."""

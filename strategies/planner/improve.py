@@ -1,4 +1,4 @@
-"""Improvements of a decision that keep what it is made of: make it fit, the best P, single moves, and exchanges of two.
+"""Improvements of a decision: make it fit, the best P, single moves, exchanges of two, and of a few.
 
 All of them change a `Decision` in place, and none makes one that fits dearer or unfit.
 """
@@ -19,46 +19,32 @@ _AT_ONCE = 16
 _EXCHANGES = 48
 """Most promising moves of which all pairs are tried."""
 
-_TOGETHER = 4
-"""Rows whose columns are tried in every combination."""
+_BARRED = 4
+"""Steps at least for which a row does not go back; twice as many at most."""
 
-_DRAWN = 8
-"""Draws of such rows at once."""
+_DEAR_BYTES = 3.0
+"""Price of bytes that do not fit, from which the step would cost as much more if everything were on the device."""
 
 _GAIN = 1e-9
 """Of the step: smaller gains are rounding."""
 
 
 def make_fit(decision: Decision, costs: np.ndarray) -> None:
-    """Brings a decision within all limits, by the least cost a byte; P gives way where that is cheaper.
+    """Brings a decision within all limits, by the least cost a byte.
 
     Args:
         decision: to change.
         costs: [M, S] seconds, `Folded.costs` at prices near those of the decision.
     """
-    folded, kv = decision.folded, decision.folded.problem.kv
-    for _ in range(folded.num_columns):
-        over = decision.bytes - folded.adapter_budget_bytes
-        if over <= 0:
-            break
-        _shed(decision, costs, over)
-    for _ in range(folded.num_columns):
-        over = float(decision.overshoot(decision.bytes))
+    for _ in range(decision.folded.num_columns):
+        over = decision.bytes - decision.folded.adapter_budget_bytes
         if over <= 0:
             return
-        options = []
-        if (decision.fraction - kv.min_fraction) * kv.device_bytes >= over * (1 - 1e-9):
-            fewer = decision.copy()
-            fewer.fraction = max(kv.min_fraction, decision.fraction - over * (1 + 1e-9) / kv.device_bytes)
-            options.append(fewer)
-        smaller = decision.copy()
-        if _shed(smaller, costs, over) or not options:
-            options.append(smaller)
-        decision.take(min(options, key=Decision.value))
+        _shed(decision, costs, over)
 
 
-def _shed(decision: Decision, costs: np.ndarray, over: float) -> bool:
-    """Moves adapters to columns of fewer bytes until `over` bytes are free; says whether that many could be freed."""
+def _shed(decision: Decision, costs: np.ndarray, over: float) -> None:
+    """Moves adapters to columns of fewer bytes until `over` bytes are free."""
     folded = decision.folded
     now = decision.columns
     freed = folded.bytes[folded.rows, now][:, None] - folded.bytes
@@ -68,9 +54,7 @@ def _shed(decision: Decision, costs: np.ndarray, over: float) -> bool:
     order = np.argsort(rate[folded.rows, to])
     order = order[np.isfinite(rate[order, to[order]])]
     total = np.cumsum(freed[order, to[order]])
-    number = min(int(np.searchsorted(total, over)) + 1, len(order))
-    decision.apply(Moves(order, to[order]), number)
-    return bool(number and total[number - 1] >= over)
+    decision.apply(Moves(order, to[order]), min(int(np.searchsorted(total, over)) + 1, len(order)))
 
 
 def best_fraction(decision: Decision) -> None:
@@ -82,14 +66,14 @@ def best_fraction(decision: Decision) -> None:
     if most < kv.min_fraction:
         return
     here = folded.kv_places
-    without_kv = (decision.all_loads() - decision.kv_loads(decision.fraction))[here]
+    without_kv, fraction = decision.adapter_loads()[here], decision.fraction
     best, best_s = None, np.inf
     trial = decision.copy()
     for attention in range(len(kv.strategies)):
         trial.attention = attention
         at_zero = without_kv + folded.kv_pool[attention, here]
         slope = folded.kv_device[here] - folded.kv_pool[attention, here]
-        tried = [decision.fraction] if kv.min_fraction <= decision.fraction <= most else []
+        tried = [fraction] if kv.min_fraction <= fraction <= most else []
         for low, high, move_s in ((edges[0], min(edges[1], most), 0.0), (edges[1], most, kv.move_s)):
             if high >= low:
                 tried += _bends(at_zero, slope, move_s, between=(float(low), float(high)))
@@ -98,7 +82,9 @@ def best_fraction(decision: Decision) -> None:
         if values.min() < best_s:
             best, best_s = (attention, tried[int(values.argmin())]), float(values.min())
     if best is not None:
-        decision.attention, decision.fraction = best
+        decision.attention, decision.wanted = best
+        if decision.wanted >= most * (1 - 1e-12):
+            decision.wanted = float(edges[-1])  # more, once there is room
 
 
 def _bends(at_zero: np.ndarray, slope: np.ndarray, move_s: float, *, between: tuple[float, float]) -> list[float]:
@@ -140,14 +126,13 @@ def _singles(decision: Decision, rows: np.ndarray) -> _Singles:
     return _Singles(loads, own, folded.bytes[rows] - folded.bytes[rows, now][:, None])
 
 
-def _values(decision: Decision, changes: np.ndarray, rate: float | None) -> np.ndarray:
-    """Seconds of the longest places after changes of loads [..., K]."""
-    loads = decision.all_loads() + changes
-    return decision.folded.longest(loads) if rate is None else decision.folded.soft_longest(loads, rate)
+def _values(decision: Decision, loads: np.ndarray, bytes_: np.ndarray, rate: float | None) -> np.ndarray:
+    """Seconds of the longest places and of KV after changes of loads [..., K] and bytes [...]."""
+    return decision.after(decision.adapter_loads() + loads, decision.bytes + bytes_, rate)
 
 
 def _still(decision: Decision, rate: float | None) -> float:
-    return float(_values(decision, np.zeros(len(decision.loads)), rate))
+    return float(_values(decision, np.zeros(len(decision.loads)), np.zeros(()), rate))
 
 
 def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
@@ -162,8 +147,8 @@ def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | Non
     """
     for _ in range(rounds):
         singles = _singles(decision, rows)
-        rate = None if sharpness is None else decision.rate(sharpness)
-        values = _values(decision, singles.loads, rate) + singles.own
+        rate = decision.rate(sharpness)
+        values = _values(decision, singles.loads, singles.bytes, rate) + singles.own
         still = _still(decision, rate)
         values = np.where(decision.overshoot(decision.bytes + singles.bytes) <= 0, values, np.inf)
         to = values.argmin(axis=1)
@@ -190,9 +175,9 @@ def exchanges(decision: Decision, rows: np.ndarray, *, sharpness: float | None, 
     """
     s = decision.folded.num_columns
     for _ in range(rounds):
-        rate = None if sharpness is None else decision.rate(sharpness)
+        rate = decision.rate(sharpness)
         singles, still = _singles(decision, rows), _still(decision, rate)
-        values = _values(decision, singles.loads, rate) + singles.own - still
+        values = _values(decision, singles.loads, singles.bytes, rate) + singles.own - still
         values[np.arange(len(rows)), decision.columns[rows]] = np.inf
         number = min(_EXCHANGES, int(np.isfinite(values).sum()))
         if number < 2:
@@ -204,7 +189,7 @@ def exchanges(decision: Decision, rows: np.ndarray, *, sharpness: float | None, 
         a, b = a[good], b[good]
         if not len(a):
             return
-        pairs = _values(decision, loads[a] + loads[b], rate) + own[a] + own[b] - still
+        pairs = _values(decision, loads[a] + loads[b], bytes_[a] + bytes_[b], rate) + own[a] + own[b] - still
         best = int(pairs.argmin())
         two = np.array([a[best], b[best]])
         moves = Moves(rows[row[two]], column[two])
@@ -219,37 +204,35 @@ def _pairs(number: int) -> tuple[np.ndarray, np.ndarray]:
     return np.triu_indices(number, 1)
 
 
-@functools.lru_cache(maxsize=8)
-def _together(num_columns: int) -> np.ndarray:
-    """[S ** _TOGETHER, _TOGETHER], all columns of as many rows."""
-    axes = [np.arange(num_columns)] * _TOGETHER
-    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, _TOGETHER)
+def wander(decision: Decision, rows: np.ndarray, *, sharpness: float | None, steps: int) -> None:
+    """Takes the best single move again and again, also where it loses, and keeps the best decision on the way.
 
-
-def regroup(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
-    """Tries all columns of a few rows together, for several draws of rows at once.
+    A row does not go back to where it was for some steps, which leads out of what single moves and exchanges end in.
+    More bytes than fit are allowed on the way, at a price. Source: Glover's tabu search (ORSA J. Computing 1, 1989).
 
     Args:
         decision: to change.
-        rows: adapters that may move, at least as many as are drawn.
+        rows: adapters that may move.
         sharpness: as of `single_moves`.
-        rounds: of draws, each of which makes the best change that it finds.
+        steps: single moves.
     """
-    folded, draw = decision.folded, np.random.default_rng(len(rows))
-    columns = _together(folded.num_columns)
-    for _ in range(rounds):
-        few = draw.random((_DRAWN, len(rows))).argpartition(_TOGETHER - 1, axis=1)[:, :_TOGETHER]
-        rate = None if sharpness is None else decision.rate(sharpness)
+    folded, best, draw = decision.folded, decision.copy(), np.random.default_rng(0)
+    best_s = decision.value()
+    byte_s = _DEAR_BYTES * best_s / max(1.0, float(folded.bytes.max(axis=1, initial=0.0).sum()))
+    until = np.zeros((len(rows), folded.num_columns))
+    at_row = np.arange(len(rows))
+    for step in range(steps):
         singles = _singles(decision, rows)
-        at = (few[:, None, :], columns)
-        bytes_, own = (part[at].sum(axis=-1) for part in (singles.bytes, singles.own))
-        good = np.nonzero((decision.overshoot(decision.bytes + bytes_) <= 0) & np.isfinite(own))
-        loads = np.zeros((len(own[good]), len(decision.loads)))
-        for one in range(_TOGETHER):
-            loads += singles.loads[few[good[0], one], columns[good[1], one]]
-        values = _values(decision, loads, rate) + own[good]
-        best = int(values.argmin())
-        if values[best] < _still(decision, rate) * (1 - _GAIN):
-            moves = Moves(rows[few[good[0][best]]], columns[good[1][best]])
-            _, taken = decision.ladder(moves, sharpness=sharpness, byte_price=np.inf)
-            decision.apply(moves, taken)
+        values = _values(decision, singles.loads, singles.bytes, decision.rate(sharpness)) + singles.own
+        values += byte_s * decision.overshoot(decision.bytes + singles.bytes)
+        until[at_row, decision.columns[rows]] = np.maximum(until[at_row, decision.columns[rows]], step + 1)
+        values[until > step] = np.inf
+        row, column = divmod(int(values.argmin()), folded.num_columns)
+        if not np.isfinite(values[row, column]):
+            break
+        until[row, decision.columns[rows[row]]] = step + 1 + draw.integers(_BARRED, 2 * _BARRED)
+        decision.apply(Moves(rows[[row]], np.array([column])), 1)
+        if decision.fits and (value_s := decision.value()) < best_s * (1 - _GAIN):
+            best, best_s = decision.copy(), value_s
+    decision.take(best)
+    best_fraction(decision)

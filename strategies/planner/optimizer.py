@@ -20,7 +20,7 @@ import numpy as np
 from strategies.planner.decision import Decision, Moves
 from strategies.planner.filling import Filling
 from strategies.planner.folded import Folded
-from strategies.planner.improve import best_fraction, exchanges, make_fit, regroup, single_moves
+from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, wander
 from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
 from strategies.planner.rounding import LEVELS, SHARPNESS, closest, rounded
@@ -58,7 +58,7 @@ _UNDECIDED = (200, 10**9)
 _AFFORDABLE = 2e7
 """Adapters x strategies x places x places that are relaxed together at most."""
 
-_POLISHED = 2
+_POLISHED = 4
 """Decisions that are polished at last."""
 
 _VERY_FAR = 0.02
@@ -67,8 +67,8 @@ _VERY_FAR = 0.02
 _TIGHT = 0.97
 """Of the longest place of its phase: a place with more has a price from then on."""
 
-_MANY, _REGROUPED = 6, 8
-"""Adapters from which a few are regrouped, and how often."""
+_WANDERED, _STEPS = (300.0, 1000.0), 60
+"""Sharpness of walks from a plan that is far from its bound, and how long they are."""
 
 _LEADING = 0.3
 """Of the longest place of its phase, in any simple plan: what has less than this in all of them has no price."""
@@ -231,8 +231,7 @@ def _searched(folded: Folded, until: float) -> _Outcome:
 def _leading(folded: Folded, decisions: Sequence[Decision]) -> np.ndarray:
     """Indices of places that are long in some of the decisions, with KV on the device or in the pool."""
     ways = np.vstack([folded.kv_device, folded.kv_pool])
-    loads = np.stack([decision.all_loads() - decision.kv_loads(decision.fraction) for decision in decisions])
-    loads = loads[:, None] + ways
+    loads = np.stack([decision.adapter_loads() for decision in decisions])[:, None] + ways
     longest = np.maximum.reduceat(loads, folded.starts, axis=-1)[..., folded.phase_of]
     return np.flatnonzero((loads >= _LEADING * longest).any(axis=(0, 1)))
 
@@ -294,19 +293,18 @@ def _alike(node: Node, other: Node) -> bool:
 
 
 def _polish(decision: Decision, near: _Found, until: float) -> None:
-    """Moves and exchanges among many adapters, with as little KV on the device as the relaxation wants."""
+    """Moves and exchanges among many adapters."""
     before = decision.copy()
-    decision.fraction = min(decision.fraction, near.relaxed.fraction)
     rows = np.union1d(closest(decision, near.total), _pressing(decision))
     for sharpness in (*SHARPNESS, None):
         single_moves(decision, rows, sharpness=sharpness, rounds=4)
         exchanges(decision, rows, sharpness=sharpness, rounds=6)
         if time.perf_counter() > until:
             break
-    for sharpness in (SHARPNESS[-1], None) if len(rows) >= _MANY else ():
-        if time.perf_counter() < until:
-            regroup(decision, rows, sharpness=sharpness, rounds=_REGROUPED)
     best_fraction(decision)
+    for sharpness in _WANDERED:
+        if time.perf_counter() < until:
+            wander(decision, rows, sharpness=sharpness, steps=_STEPS)
     if decision.value() > before.value():
         decision.take(before)
 
@@ -343,7 +341,8 @@ def _refined(folded: Folded, start: Duals) -> _Outcome | None:
     usual = np.where(np.isinf(usual.min(axis=1, keepdims=True)), total, usual)
     columns = start.strategy[folded.live].astype(int)
     columns = np.where(np.isfinite(usual[rows, columns]), columns, usual.argmin(axis=1))
-    decision = Decision(folded, columns, attention=start.attention, fraction=start.fraction)
+    wanted = folded.most_kv if start.joint > 0 else start.fraction
+    decision = Decision(folded, columns, attention=start.attention, fraction=wanted)
     make_fit(decision, total - prices.adapter_byte * folded.bytes)
     if not decision.fits:
         return None

@@ -119,9 +119,7 @@ def fractions(folded: Folded, node: Node) -> np.ndarray:
     kv = folded.problem.kv
     if node.whole:
         return np.ones(3)
-    most = 1.0
-    if kv.kv_budget_bytes is not None and kv.device_bytes > 0:
-        most = max(kv.min_fraction, min(1.0, kv.kv_budget_bytes / kv.device_bytes))
+    most = folded.most_kv
     return np.array([kv.min_fraction, min(max(kv.current_fraction, kv.min_fraction), most), most])
 
 

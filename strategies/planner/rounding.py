@@ -47,11 +47,12 @@ def rounded(
     def worth(decision: Decision) -> float:
         return decision.value() + byte_s * float(decision.overshoot(decision.bytes))
 
-    best = min(_roundings(folded, node, shares, relaxed.fraction), key=worth)
+    wanted = folded.most_kv if prices.joint > 0 else relaxed.fraction
+    best = min(_roundings(folded, node, shares, wanted), key=worth)
     for sharpness in levels:
         if worth(best) <= bound_s * (1 + ENOUGH):
             break
-        _level(best, prices, usable, sharpness=sharpness, byte_s=byte_s)
+        _level(best, relaxed, usable, sharpness=sharpness, byte_s=byte_s)
     make_fit(best, total - prices.adapter_byte * folded.bytes)
     if best.value() > bound_s * (1 + ENOUGH):
         mend(best, usable)
@@ -74,10 +75,10 @@ def _shares(total: np.ndarray, prices: Prices) -> np.ndarray:
     return shares / shares.sum(axis=1, keepdims=True)
 
 
-def _level(decision: Decision, prices: Prices, total: np.ndarray, *, sharpness: float, byte_s: float) -> None:
+def _level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: float, byte_s: float) -> None:
     """Moves adapters that are near a tie away from what the decision loads more than the relaxation did."""
-    folded, rows = decision.folded, decision.folded.rows
-    over = decision.overshoot(decision.bytes) > 0
+    folded, rows, prices = decision.folded, decision.folded.rows, relaxed.prices
+    over = decision.fraction < relaxed.fraction or not decision.fits
     places = 0.5 * prices.places + 0.5 * decision.prices(sharpness)
     leaning = folded.costs(places) + prices.adapter_byte * (1.2 if over else 0.9) * folded.bytes
     leaning[np.isinf(total)] = np.inf

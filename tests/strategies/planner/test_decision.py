@@ -7,7 +7,7 @@ import pytest
 
 from strategies.planner.decision import Decision, Moves
 from strategies.planner.folded import Folded
-from strategies.planner.improve import best_fraction, exchanges, make_fit, regroup, single_moves
+from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, wander
 from strategies.planner.problem import evaluate
 from tests.strategies.planner.instances import random_instance
 from tests.strategies.planner.test_problem import APART, HALF_DUPLEX, TOGETHER, random_problem
@@ -120,7 +120,7 @@ def test_improvements_never_make_a_plan_dearer_or_unfit():
         for improve in (
             lambda d, rows=rows: single_moves(d, rows, sharpness=None, rounds=5),
             lambda d, rows=rows: exchanges(d, rows, sharpness=None, rounds=3),
-            lambda d, rows=rows: regroup(d, rows, sharpness=None, rounds=10),
+            lambda d, rows=rows: wander(d, rows, sharpness=300.0, steps=20),
             best_fraction,
         ):
             before = decision.value()
