@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from memory_pool import adapter_streams as streams
 from memory_pool.adapter_streams import AdapterFacts, Modules
+from memory_pool.layout import PageLayout
 
 
 class CapacityError(ValueError):
@@ -152,6 +154,42 @@ class Entry:
     wish: str = ""
     pinned: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        modules: Modules,
+        layout: PageLayout,
+        *,
+        stripes: int,
+        shards: int,
+        groups: Sequence[tuple[str, ...]],
+        max_rank: int,
+    ) -> Entry:
+        """An adapter that has no pages yet.
+
+        Args:
+            modules: its matrices.
+            layout: of pages.
+            stripes: that its rank components are spread over.
+            shards: of the mesh.
+            groups: projections that share an input.
+            max_rank: largest rank of any module.
+
+        Raises:
+            CapacityError: its rank is too large.
+        """
+        for (layer, name), m in modules.items():
+            if len(m.a) > max_rank:
+                raise CapacityError(
+                    f"rank {len(m.a)} of {name} in layer {layer}; this server holds rank <= {max_rank}: "
+                    "raise --max_lora_rank"
+                )
+        ranks = streams.stripe_ranks(modules, layout, stripes)
+        counts = [layout.a_pages(r) for r in ranks.tolist()], [layout.b_pages(r) for r in ranks.tolist()]
+        numbers = [n * shards for n in streams.true_numbers(modules, layout)]
+        a, b = (Side(*side) for side in zip(counts, numbers, strict=True))
+        return cls(ranks, streams.scales(modules, layout), streams.facts(modules, layout, groups), (a, b))
+
     @property
     def may_leave(self) -> bool:
         """Whether its device pages may be taken for another adapter."""
@@ -179,6 +217,14 @@ class Entry:
         """The tables for its strategy, which reads there what `needs` says; A and B have up to `most` pages."""
         a, b = (_table(*of_side, stripes=len(self.ranks)) for of_side in zip(self.sides, needs, most, strict=True))
         return PlacedAdapter(self.strategy, self.ranks, self.scale, a, b, self.facts)
+
+    def check_integrity(self, needs: Needs, adapter_id: int) -> None:
+        """Raises AssertionError unless it has whole sides on the device, those that who serves it reads among them."""
+        for side, needed in zip(self.sides, needs, strict=True):
+            taken = side.device or side.coming
+            assert taken is None or [len(pages) for pages in taken] == side.counts, adapter_id
+            present = side.device is not None or not side.count
+            assert present or not (needed and (self.references or self.wish)), f"{adapter_id} is not where it is read"
 
 
 def _table(side: Side, on_device: bool, most: int, *, stripes: int) -> np.ndarray:

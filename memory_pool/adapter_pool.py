@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
-from memory_pool import adapter_streams as streams
 from memory_pool.adapter_entry import (
     AdapterFigures,
     AdapterStatus,
@@ -23,12 +22,11 @@ from memory_pool.adapter_entry import (
     Entry,
     Needs,
     PlacedAdapter,
-    Side,
     StoredAdapter,
     flat,
 )
 from memory_pool.adapter_moves import AdapterCopies, AdapterMoves
-from memory_pool.adapter_streams import AdapterFacts, Modules
+from memory_pool.adapter_streams import AdapterFacts
 from memory_pool.adapter_writer import AdapterWriter
 from memory_pool.eviction import EvictionPolicy, LeastRecentlyUsed
 from memory_pool.ledger import Ledger
@@ -160,7 +158,14 @@ class AdapterPool:
         Raises:
             CapacityError: its rank is too large, or the pool has no room for it. Nothing is left of it then.
         """
-        entry = self._entry(adapter.modules)
+        entry = Entry.of(
+            adapter.modules,
+            self._layout,
+            stripes=self.num_stripes,
+            shards=self._memory.num_shards,
+            groups=self._groups,
+            max_rank=self._max_rank,
+        )
         entry.pinned = pinned
         self._writer.write(entry, adapter.modules, self.between_steps)
         with self._lock:
@@ -256,6 +261,18 @@ class AdapterPool:
             if entry.strategy in strategies:
                 self._switch(adapter_id, entry, instead)
 
+    def start_over(self, preferred: Sequence[str]) -> None:
+        """Takes everything off the device and forgets wishes and uses, as though all adapters came just now.
+
+        Args:
+            preferred: strategies to serve with from here on, best first.
+        """
+        for adapter_id, entry in self._items():
+            assert not entry.references, f"adapter {adapter_id} is in use: start over while nothing runs"
+            self._leave_device(adapter_id, entry)
+            self._policy.forget(adapter_id)
+        self._preferred, self._changed = tuple(self._instead.get(name, name) for name in preferred), None
+
     def take_changes(self) -> set[int]:
         """Adapters that came, went, or got another strategy since the last call; all at the first."""
         with self._lock:
@@ -307,29 +324,7 @@ class AdapterPool:
         for adapter_id, entry in self._items():
             assert (adapter_id in self._on_device) == bool(entry.device_count), adapter_id
             assert not (entry.retired and not entry.references), f"retired adapter {adapter_id} is still held"
-            self._check_entry(adapter_id, entry)
-
-    def _check_entry(self, adapter_id: int, entry: Entry) -> None:
-        for side, needed in zip(entry.sides, self._needs.get(entry.strategy, Needs(False, False)), strict=True):
-            taken = side.device or side.coming
-            assert taken is None or [len(pages) for pages in taken] == side.counts, adapter_id
-            present = side.device is not None or not side.count
-            assert present or not (needed and (entry.references or entry.wish)), f"{adapter_id} is not where it is read"
-
-    def _entry(self, modules: Modules) -> Entry:
-        layout = self._layout
-        for (layer, name), m in modules.items():
-            if len(m.a) > self._max_rank:
-                raise CapacityError(
-                    f"rank {len(m.a)} of {name} in layer {layer}; this server holds rank <= {self._max_rank}: "
-                    "raise --max_lora_rank"
-                )
-        ranks = streams.stripe_ranks(modules, layout, self.num_stripes)
-        counts = [layout.a_pages(r) for r in ranks.tolist()], [layout.b_pages(r) for r in ranks.tolist()]
-        numbers = [n * self._memory.num_shards for n in streams.true_numbers(modules, layout)]
-        a, b = (Side(*side) for side in zip(counts, numbers, strict=True))
-        facts = streams.facts(modules, layout, self._groups)
-        return Entry(ranks, streams.scales(modules, layout), facts, (a, b))
+            entry.check_integrity(self._needs.get(entry.strategy, Needs(False, False)), adapter_id)
 
     def _evictable(self, adapter_id: int) -> list[int]:
         """Adapters that may leave the device for this one."""

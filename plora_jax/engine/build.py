@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from plora_jax.engine.engine import Engine
 from plora_jax.engine.engine_config import EngineConfig
 from plora_jax.engine.executor import JaxExecutor
 from plora_jax.engine.near_guard import AttentionChoice, NearDataGuard, backend_problems
+from plora_jax.engine.planning import EnginePlanner
 from plora_jax.engine.traffic import LAYER_GROUPS
 from plora_jax.parallel import EMBEDDING, HEAD, TensorParallel
 from plora_jax.tokenizer import load_tokenizer
@@ -74,6 +76,8 @@ class Deployment:
         near_data: the compute near the data; `fail` it to see how the engine goes on without.
         weight_bytes: bytes of the base weights, all devices together.
         planning: who plans and for which machine; None where both strategies are forced.
+        planner_of: another planner of the same engine, by a configuration of which only the strategies, the planner
+            and its hardware count; None where both strategies are forced.
     """
 
     engine: Engine
@@ -89,6 +93,7 @@ class Deployment:
     near_data: NearDataUnit
     weight_bytes: int
     planning: str | None
+    planner_of: Callable[[EngineConfig], EnginePlanner | None]
 
     @property
     def kv_tokens(self) -> int:
@@ -175,9 +180,9 @@ def build_engine(
         progress=progress.advance,
     )
     name = default_model_name(loaded)
-    planner = make_planner(
-        config,
-        loaded.config,
+    planner_of = functools.partial(
+        make_planner,
+        model=loaded.config,
         name=name,
         memory=memory,
         adapters=adapters,
@@ -186,6 +191,7 @@ def build_engine(
         unit=unit,
         decode_rows=[bucket.decode_rows for bucket in executor.buckets if not bucket.prefill_tokens],
     )
+    planner = planner_of(config)
     engine = Engine(
         executor=executor,
         scheduler_config=limits,
@@ -213,6 +219,7 @@ def build_engine(
         near_data=unit,
         weight_bytes=_tree_bytes(params),
         planning=planner.about if planner else None,
+        planner_of=planner_of,
     )
 
 
@@ -324,12 +331,17 @@ def _adapter_pool(
         pages,
         ledger=ledger,
         needs={name: strategy.needs for name, strategy in LORA.items()},
-        preferred=(UNPLANNED_LORA if config.lora_strategy == "auto" else config.lora_strategy,),
+        preferred=(preferred_strategy(config),),
         groups=[*groups, (EMBEDDING,), (HEAD,)],
         max_rank=config.max_lora_rank,
         placement="striped" if config.pool_placement == "striped" else "pinned",
         keep_for_kv=keep_for_kv,
     )
+
+
+def preferred_strategy(config: EngineConfig) -> str:
+    """The LoRA strategy that serves an adapter as long as no plan has come to it."""
+    return UNPLANNED_LORA if config.lora_strategy == "auto" else config.lora_strategy
 
 
 def _attention(config: EngineConfig) -> AttentionChoice:

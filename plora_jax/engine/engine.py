@@ -241,6 +241,16 @@ class Engine:
             raise NoPlanError("no plan: adapters are served by the strategy of --lora_strategy; start with auto")
         raise NoPlanError(f"no plan has been made since adapter {name!r} was loaded: plans are made while requests run")
 
+    def use_planner(self, planner: PlacementPlanner | None) -> None:
+        """Has another planner from the next step on, or none, and ends the one before. Any thread."""
+
+        def take() -> None:
+            if self._planner is not None:
+                self._planner.close()
+            self._planner = self._loop.planner = planner
+
+        self._loop.run_between_steps(take)
+
     def stats(self) -> EngineStats:
         """Counters and gauges of now. Any thread."""
         scheduler = self._scheduler.stats()

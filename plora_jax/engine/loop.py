@@ -82,7 +82,7 @@ class EngineLoop:
         recorder: counts.
         clock: where times come from.
         release: told the adapter id of each sequence that ended, when it holds nothing any more.
-        planner: who is served how; None where that is fixed.
+        planner: who is served how; None where that is fixed. It may be replaced between two steps.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class EngineLoop:
         planner: PlacementPlanner | None = None,
     ) -> None:
         self._executor, self._scheduler, self._recorder = executor, scheduler, recorder
-        self._clock, self._release, self._planner = clock, release, planner
+        self._clock, self._release, self.planner = clock, release, planner
         self._max_live = scheduler.config.max_num_seqs + scheduler.config.max_waiting
         self._lock = threading.Lock()  # over what clients share with the loop: _live, _closing, _dead
         self._live: dict[int, Live] = {}
@@ -279,8 +279,8 @@ class EngineLoop:
         with self._stepping:
             self._run_commands()
             self._abort(lambda live: True)
-            if self._planner is not None:
-                self._planner.close()
+            if self.planner is not None:
+                self.planner.close()
 
     def _run_commands(self) -> None:
         while True:
@@ -312,9 +312,9 @@ class EngineLoop:
 
     def _move(self) -> bool:
         """What the planner does between two steps; returns whether anything was copied."""
-        if self._planner is None or self._dead is not None:
+        if self.planner is None or self._dead is not None:
             return False
-        turn = self._planner.between_steps(self._scheduler.running)
+        turn = self.planner.between_steps(self._scheduler.running)
         if turn.planned_s is not None:
             self._recorder.planned(turn.planned_s)
         return turn.moved_pages > 0
@@ -328,8 +328,8 @@ class EngineLoop:
         now = self._clock.now()
         for row in plan.rows:
             self._recorder.scheduled(self._live[row.sequence.seq_id].generation, now)
-        if self._planner is not None:
-            self._planner.observe(plan)
+        if self.planner is not None:
+            self.planner.observe(plan)
         return plan
 
     def _execute(self, plan: StepPlan) -> list[tuple[Row, RowResult]]:

@@ -88,6 +88,11 @@ class EnginePlanner:
         self._failures = 0
 
     @property
+    def decision(self) -> Decision | None:
+        """The decision that holds; None before the first."""
+        return self._decision
+
+    @property
     def plans_adapters(self) -> bool:
         """Whether strategies of adapters are part of the plan."""
         return self._adapters is not None

@@ -12,6 +12,7 @@ import pytest
 
 from plora_jax.engine import SamplingParams
 from plora_jax.engine.build import EngineConfig, build_engine
+from plora_jax.engine.restart import restart
 from strategies.strategy_table import LORA
 from tests.plora_jax.scarce import make_adapter, true_pages
 
@@ -118,13 +119,9 @@ def test_device_memory_does_not_grow_with_adapters(fleet):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES if os.environ.get("PLORA_TEST_ALL") else ["auto", "split"])
-def test_every_adapter_is_served_with_its_solo_tokens_under_the_budget(fleet, choice, monkeypatch):
+def test_every_adapter_is_served_with_its_solo_tokens_under_the_budget(fleet, choice):
     adapters = fleet.built.adapters
-    if choice != "auto":
-        monkeypatch.setattr(fleet.engine._loop, "_planner", None)
-        monkeypatch.setattr(adapters, "_preferred", (choice,))
-        for adapter_id, entry in adapters._entries.items():
-            adapters._leave_device(adapter_id, entry)
+    restart(fleet.built, lora_strategy=choice)
     fleet.watched.served_by.clear()
     fleet.watched.most_used_bytes = 0
     order = np.random.default_rng(len(choice)).permutation(COUNT).tolist()
