@@ -26,8 +26,8 @@ from strategies.planner.policies import PaperManager
 from strategies.planner.problem import KvChoice, Plan, PlanProblem, evaluate
 
 _REST, _LONGEST_REST = 4, 64
-"""Choices between two full searches, each of which takes several times as long as one from where the plan stood: few at
-first, twice as many after each search that found nothing better. Only a full search takes other lanes into use."""
+"""Choices between two full searches, each of which takes several times as long as one from where the plan stood: twice
+as many after each that found nothing better, so few at first. Only a full search takes other lanes into use."""
 
 _BETTER = 0.005
 """Of the objective: what a full search must gain to be worth it."""
@@ -72,7 +72,7 @@ class JointPlanner:
         self._paper = PaperManager()
         self._start: Duals | None = None
         self._newcomers = Newcomers()
-        self._age, self._rest = 0, _REST
+        self._age, self._rest = 0, 1
         self._accounts: dict[int, float] = {}
         self._kv_account = 0.0
         self.waiting: dict[int, Waiting] = {}
@@ -118,7 +118,7 @@ class JointPlanner:
         """The best plan found, with moves that have not paid: from where the last one stood, or by a full search."""
         start = self._start
         if start is None or len(start.strategy) != problem.num_adapters:
-            self._age, self._rest = 0, _REST
+            self._age, self._rest = 0, 1
             plan, duals = self._search(problem)
         else:
             plan, duals = optimize(problem, start)

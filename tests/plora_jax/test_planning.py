@@ -158,9 +158,10 @@ def test_alternating_load_moves_no_more_bytes_than_its_moves_have_gained(monkeyp
     groups = [[f"{g}{i}" for i in range(2)] for g in "ab"]
     for seed, name in enumerate(itertools.chain(*groups)):
         built.engine.add_adapter(make_adapter(name, seed=seed, rank=8, config=built.model))
-    for turn in range(12):
+    for turn in range(24):
+        # Two choices a turn; a move takes three to pay.
         names = groups[turn % 2]
-        run_all(built.engine, [built.engine.submit(PROMPTS[1], greedy(40), adapter=name) for name in names])
+        run_all(built.engine, [built.engine.submit(PROMPTS[1], greedy(8), adapter=name) for name in names])
     moved = sum(
         total.moved
         for crossing, total in built.ledger.totals().items()
@@ -169,7 +170,7 @@ def test_alternating_load_moves_no_more_bytes_than_its_moves_have_gained(monkeyp
     second = float(planner._worker._model.crossing_s(1.0))
     gained_s = sum(policy.gained_s.values()) * interval
     assert 0 < moved * second <= gained_s * (1 + 1e-9)
-    assert moved <= 4 * built.engine.adapters()[0].nbytes, "without accounts they change places every turn"
+    assert moved <= 10 * built.engine.adapters()[0].nbytes, "without accounts they change places every turn: 25 times"
 
 
 def test_fraction_of_the_plan_is_what_stays_of_the_kv(monkeypatch):
