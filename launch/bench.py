@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from launch import flags
-from launch.benchmarks import latency, memory, startup, strategies, throughput
+from launch.benchmarks import latency, memory, policies, startup, strategies, throughput
 from launch.benchmarks.peers import command as peers
 
 
@@ -69,6 +69,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         strategies.__doc__,
         strategies.define_flags,
         strategies.main,
+    ),
+    "policies": Benchmark(
+        "mean decode latency of every policy over many adapters, under uniform, skewed and drifting traffic",
+        policies.__doc__,
+        policies.define_flags,
+        policies.main,
     ),
 }
 
