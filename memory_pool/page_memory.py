@@ -11,7 +11,9 @@ numbers stay on the device, and pages of the host program get into the pool by w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -243,14 +245,22 @@ class PageMemory:
     def _compile(self) -> None:
         functions = copies(self.mesh, near=self.near)
         of_pool = link.pool_sharding if self.near else link.device_sharding
-        self._write, self._load_adapters, self._load_kv, self._save_kv = {}, {}, {}, {}
-        for size in self._sizes:
-            pool_ids, ids = _id_shape(size, of_pool(self.mesh)), _id_shape(size, link.device_sharding(self.mesh))
-            pages = jax.ShapeDtypeStruct(self._shape(size), self._raw, sharding=of_pool(self.mesh, _SHARDED))
-            self._write[size] = _compiled(functions.write, self.pool, pages, pool_ids)
-            self._load_adapters[size] = _compiled(functions.load, self.adapters, self.pool, ids, pool_ids)
-            self._load_kv[size] = _compiled(functions.load, self.kv, self.pool, ids, pool_ids)
-            self._save_kv[size] = _compiled(functions.save, self.pool, self.kv, pool_ids, ids)
+        running: list[dict[int, Future[Any]]] = [{}, {}, {}, {}]
+        # While threads compile one or read it from the cache, the next is lowered.
+        with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+            for size in self._sizes:
+                pool_ids, ids = _id_shape(size, of_pool(self.mesh)), _id_shape(size, link.device_sharding(self.mesh))
+                pages = jax.ShapeDtypeStruct(self._shape(size), self._raw, sharding=of_pool(self.mesh, _SHARDED))
+                for programs, function, *args in (
+                    (running[0], functions.write, self.pool, pages, pool_ids),
+                    (running[1], functions.load, self.adapters, self.pool, ids, pool_ids),
+                    (running[2], functions.load, self.kv, self.pool, ids, pool_ids),
+                    (running[3], functions.save, self.pool, self.kv, pool_ids, ids),
+                ):
+                    programs[size] = threads.submit(_lowered(function, *args).compile)
+        self._write, self._load_adapters, self._load_kv, self._save_kv = (
+            {size: program.result() for size, program in programs.items()} for programs in running
+        )
 
 
 def _take(pages: jax.Array, ids: jax.Array) -> jax.Array:
@@ -276,9 +286,9 @@ def _send(pool: jax.Array, values: jax.Array, ids: jax.Array) -> jax.Array:
     return pool
 
 
-def _compiled(function: Callable[..., jax.Array], *args: Any) -> Any:
-    """A program that updates its first argument in place."""
-    return jax.jit(function, donate_argnums=0).lower(*args).compile()
+def _lowered(function: Callable[..., jax.Array], *args: Any) -> Any:
+    """A program that updates its first argument in place, to be compiled."""
+    return jax.jit(function, donate_argnums=0).lower(*args)
 
 
 def _id_shape(size: int, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:
