@@ -112,17 +112,18 @@ class _Singles(NamedTuple):
 
 
 def _singles(decision: Decision, rows: np.ndarray) -> _Singles:
-    folded, s = decision.folded, decision.folded.num_columns
-    now = decision.columns[rows]
+    folded, now = decision.folded, decision.columns[rows]
     loads = folded.work[rows] - folded.work[rows, now][:, None]
     own = folded.own[rows] - folded.own[rows, now][:, None]
     if folded.has_fixed:
-        acting, other = folded.active[rows], np.arange(s) != now[:, None]
-        opens = acting[:, None] & (decision.count == 0)
-        closes = (acting & (decision.count[now] == 1))[:, None] & other
-        if opens.any() or closes.any():
-            loads = loads + opens[..., None] * folded.fixed - closes[..., None] * folded.fixed[now][:, None]
-            own = own + opens * folded.fixed_serial - closes * folded.fixed_serial[now][:, None]
+        acting = folded.active[rows]
+        for column in np.flatnonzero(decision.count == 0):
+            loads[acting, column] += folded.fixed[column]
+            own[acting, column] += folded.fixed_serial[column]
+        for at in np.flatnonzero(acting & (decision.count[now] == 1)):
+            other = np.arange(folded.num_columns) != now[at]
+            loads[at, other] -= folded.fixed[now[at]]
+            own[at, other] -= folded.fixed_serial[now[at]]
     return _Singles(loads, own, folded.bytes[rows] - folded.bytes[rows, now][:, None])
 
 

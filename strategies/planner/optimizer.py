@@ -52,17 +52,11 @@ _DEAR = 1e30
 _TIE_BREAK = 3e-3
 """Of the objective: noise on costs, so that most of equal adapters are decided by the relaxation."""
 
-_UNDECIDED = (200, 10**9)
-"""Adapters nearest to a tie that are relaxed together where prices from a sample did not do; then everyone."""
-
 _AFFORDABLE = 2e7
 """Adapters x strategies x places x places that are relaxed together at most."""
 
 _POLISHED = 4
 """Decisions that are polished at last."""
-
-_VERY_FAR = 0.02
-"""Of the objective: a plan that is still this far from its bound is looked at with everyone."""
 
 _TIGHT = 0.97
 """Of the longest place of its phase: a place with more has a price from then on."""
@@ -220,12 +214,11 @@ def _searched(folded: Folded, until: float) -> _Outcome:
         if not open_.any() or time.perf_counter() > until:
             break
     assert best is not None
-    bound_s = float(bounds.min())
     if scale_s < best.value_s:
         best = best._replace(decision=simple, value_s=scale_s)
-    if best.value_s > bound_s * (1 + _FAR):
-        best = _harder(folded, best, decisions, among[int(bounds.argmin())], bound_s=bound_s, until=until)
-    return _Outcome(best.decision, best.relaxed.prices, best.total, bound_s)
+    if best.value_s > float(bounds.min()) * (1 + _FAR):
+        best = _harder(folded, best, decisions, among, bounds, until)
+    return _Outcome(best.decision, best.relaxed.prices, best.total, float(bounds.min()))
 
 
 def _leading(folded: Folded, decisions: Sequence[Decision]) -> np.ndarray:
@@ -241,31 +234,31 @@ def _total(folded: Folded, prices: Prices) -> np.ndarray:
 
 
 def _harder(
-    folded: Folded, best: _Found, decisions: list[Decision], likely: Node, *, bound_s: float, until: float
+    folded: Folded, best: _Found, decisions: list[Decision], among: list[Node], bounds: np.ndarray, until: float
 ) -> _Found:
-    """What takes longer, in the part where the best plan was found and in the one that may hold the best."""
-    affordable = int(_AFFORDABLE / (folded.num_columns * len(best.leading) ** 2))
-    for number in sorted({min(number, affordable, len(folded.rows)) for number in _UNDECIDED}):
-        for node in [best.node] if _alike(best.node, likely) else [likely, best.node]:
-            if time.perf_counter() > until:
-                return best
-            again = _undecided(folded, best, node, number=number, bound_s=bound_s)
-            decisions.append(again.decision)
-            if again.value_s < best.value_s:
-                best = again
-        decisions = sorted(decisions, key=Decision.value)[:_POLISHED]
-        for decision in decisions:
-            _polish(decision, best, until)
-        decision = min(decisions, key=Decision.value)
-        best = best._replace(decision=decision, value_s=decision.value())
-        if best.value_s <= bound_s * (1 + _VERY_FAR):
+    """What takes longer: relaxes everyone where the best plan was found or may be, and polishes; raises bounds."""
+    likely = among[int(bounds.argmin())]
+    for node in [best.node] if _alike(best.node, likely) else [likely, best.node]:
+        if time.perf_counter() > until:
+            return best
+        again = _undecided(folded, best, node, bound_s=float(bounds.min()))
+        np.maximum(bounds, lower_bounds(folded, again.relaxed.prices, again.total, among), out=bounds)
+        decisions.append(again.decision)
+        if again.value_s < best.value_s:
+            best = again
+    for decision in sorted(decisions, key=Decision.value)[:_POLISHED]:
+        if best.value_s <= float(bounds.min()) * (1 + _FAR) or time.perf_counter() > until:
             break
+        _polish(decision, best, until)
+        if (value_s := decision.value()) < best.value_s:
+            best = best._replace(decision=decision, value_s=value_s)
     return best
 
 
-def _undecided(folded: Folded, best: _Found, node: Node, *, number: int, bound_s: float) -> _Found:
-    """Relaxes those nearest to a tie, the others as prices say."""
-    rows = np.sort(closest(best.decision, best.total, number))
+def _undecided(folded: Folded, best: _Found, node: Node, *, bound_s: float) -> _Found:
+    """Relaxes everyone, or those nearest to a tie and the others as prices say where that are too many."""
+    affordable = int(_AFFORDABLE / (folded.num_columns * len(best.leading) ** 2))
+    rows = np.sort(closest(best.decision, best.total, affordable))
     others = np.setdiff1d(folded.rows, rows)
     columns = best.total[others].argmin(axis=1)
     loads = folded.base + folded.work[others, columns].sum(axis=0)
