@@ -154,8 +154,7 @@ class PlanWorker:
         for event in events:
             if isinstance(event, int):
                 self._load.forget(event)
-                if isinstance(self._policy, JointPlanner):
-                    self._policy.forget(event)
+                self._policy.forget(event)
             else:
                 self._load.observe(event)
                 self._policy.observe(event)

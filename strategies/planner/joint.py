@@ -85,6 +85,7 @@ class JointPlanner:
 
     def forget(self, row: int) -> None:
         """The row belongs to another adapter from here on."""
+        self._paper.forget(row)
         self._newcomers.forget(row)
         self._accounts.pop(row, None)
         self.waiting.pop(row, None)

@@ -32,6 +32,10 @@ class Policy(Protocol):
         """One step that has run: tokens by row of the problem; rows without tokens may be left out."""
         ...
 
+    def forget(self, row: int) -> None:
+        """The row belongs to another adapter from here on."""
+        ...
+
     def choose(self, problem: PlanProblem) -> Plan:
         """A plan that fits all limits.
 
@@ -86,6 +90,9 @@ class FixedPolicy:
     def observe(self, tokens: Mapping[int, int]) -> None:
         """Learns nothing."""
 
+    def forget(self, row: int) -> None:
+        """Knows nothing."""
+
     def choose(self, problem: PlanProblem) -> Plan:
         """Active adapters come first, then those that have the strategy already.
 
@@ -115,6 +122,10 @@ class LruPolicy:
     def observe(self, tokens: Mapping[int, int]) -> None:
         """Remembers when each adapter had tokens last."""
         self._load.observe(tokens)
+
+    def forget(self, row: int) -> None:
+        """The row belongs to another adapter from here on, which was never used."""
+        self._load.forget(row)
 
     def choose(self, problem: PlanProblem) -> Plan:
         """Active adapters count as used now.
@@ -165,6 +176,12 @@ class PaperManager:
         if size:
             self._temperature -= self._cooling * (self._temperature - self._temperature.mean())
         self._before = frozenset(tokens)
+
+    def forget(self, row: int) -> None:
+        """The row belongs to another adapter from here on, which is as cold as one that was never used."""
+        if row < len(self._temperature):
+            self._temperature[row] = 0.0
+        self._before -= {row}
 
     def choose(self, problem: PlanProblem) -> Plan:
         """Follows the rules above.

@@ -37,6 +37,9 @@ class RandomPolicy:
     def observe(self, tokens: Mapping[int, int]) -> None:
         """Learns nothing."""
 
+    def forget(self, row: int) -> None:
+        """Knows nothing."""
+
     def choose(self, problem: PlanProblem) -> Plan:
         rows = np.arange(problem.num_adapters)
         columns = np.where(problem.allowed, self._rng.random(problem.allowed.shape), -1.0).argmax(axis=1)

@@ -88,6 +88,14 @@ def test_forced_attention_that_is_lost_is_not_missed():
     assert decision.plan.attention == "local"
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_forgets_a_row_that_is_given_up(name, monkeypatch):
+    policy, forgotten = make_policy(name, interval_steps=1), []
+    monkeypatch.setattr(policy, "forget", forgotten.append)
+    make_worker(policy).decide(snapshot(events=[{IDLE: 3}, IDLE]))
+    assert forgotten == [IDLE]
+
+
 def test_loads_are_those_of_steps_until_a_row_is_given_up():
     worker = make_worker(JointPlanner())
     decision = worker.decide(snapshot(events=[{IDLE: 3}] * 40))

@@ -52,6 +52,21 @@ def test_choose_random_problems_fits(make):
         assert violations(problem, policy.choose(problem)) == [], seed
 
 
+@pytest.mark.parametrize("make", [LruPolicy, PaperManager])
+def test_row_that_is_given_up_is_as_though_it_was_never_used(make):
+    policies = make(), make()
+    problem = rotating_problem([], np.full(8, FETCH))
+    for policy in policies:
+        policy.observe({4: 1, 5: 1})
+        policy.forget(20)  # a row that nobody has had
+    policies[0].forget(4)
+    columns = [policy.choose(problem).strategy for policy in policies]
+    assert [column[4] == RESIDENT for column in columns] == [False, True]
+    assert [column[5] == RESIDENT for column in columns] == [True, True]
+    policies[0].observe({4: 1, 5: 1})
+    assert policies[0].choose(problem).strategy[4] == RESIDENT, "the next adapter in it begins"
+
+
 def test_fixed_policy_serves_active_first_and_fetches_the_rest():
     problem = rotating_problem([5, 6, 7], np.full(8, FETCH))
     plan = FixedPolicy("resident").choose(problem)
