@@ -96,6 +96,23 @@ def test_make_fit_ends_within_all_limits():
         assert decision.bytes <= folded.adapter_budget_bytes * (1 + 1e-9) + 1
 
 
+def test_moves_that_take_memory_drive_out_kv():
+    for seed in range(20):
+        problem = random_problem(seed)
+        problem = dataclasses.replace(problem, budget_bytes=60.0, move_s=np.zeros((12, 4)))
+        folded = Folded(problem, fold_idle=False)
+        decision = Decision(folded, np.full(12, 1), attention=0, fraction=1.0)
+        assert decision.fraction == 1.0
+        moves = Moves(np.arange(8), np.zeros(8, int))  # of 10 bytes each, where KV takes 50
+        decision.apply(moves, 3)
+        assert decision.fraction == pytest.approx(30 / 50)
+        assert decision.value() == pytest.approx(_objective(decision), rel=1e-6)
+        decision.apply(Moves(moves.rows[3:], moves.columns[3:]), 5)
+        assert decision.fraction == problem.kv.min_fraction
+        assert not decision.fits
+        assert decision.overshoot(decision.bytes) == pytest.approx(80 - (60 - 0.125 * 50))
+
+
 def test_best_fraction_no_other_is_better():
     for seed in range(30):
         problem = random_problem(seed)

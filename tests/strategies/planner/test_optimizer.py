@@ -31,16 +31,14 @@ def test_optimize_random_instances_is_near_exact_optimum():
     assert np.mean(list(gaps.values())) <= MEAN
 
 
-@pytest.mark.parametrize(
-    ("seed", "worst"), [(2001, WORST), (2019, WORST), (2029, WORST), (2041, WORST), (2043, WORST), (2083, 0.03)]
-)
-def test_optimize_seeds_it_was_not_tuned_on_is_near_exact_optimum(seed, worst):
-    """The worst of 2000 to 2099, and two others. 2083, the only one beyond 2 %, has 32 adapters."""
+@pytest.mark.parametrize("seed", [2001, 2019, 2029, 2041, 2043, 2083, 5003, 5011, 5060, 5377, 5394])
+def test_optimize_hard_seed_is_near_exact_optimum(seed):
+    """Few adapters beside KV that gives way to them, where plans that differ in one row or two lie percents apart."""
     problem = random_instance(seed)
     plan, _ = optimize(problem)
     assert violations(problem, plan) == []
     best, _ = exact(problem, time_limit_s=8.0)
-    assert plan.objective_s <= best * (1 + worst)
+    assert plan.objective_s <= best * (1 + WORST)
 
 
 @pytest.mark.parametrize("seed", [1, 4, 9, 11, 14, 20, 23])

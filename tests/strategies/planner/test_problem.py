@@ -170,3 +170,11 @@ def test_max_fraction_follows_room():
 def test_problem_that_cannot_be_is_refused(change, text):
     with pytest.raises(PlanError, match=text):
         dataclasses.replace(random_problem(0), **change)
+
+
+def test_loaded_are_rows_that_load_anything():
+    problem = random_problem(0)
+    load, serial = problem.load_s.copy(), problem.serial_s.copy()
+    load[[2, 5, 7]], serial[[2, 5]] = 0.0, 0.0
+    problem = dataclasses.replace(problem, load_s=load, serial_s=serial)
+    assert problem.loaded.tolist() == [0, 1, 3, 4, 6, 7, 8, 9, 10, 11]
