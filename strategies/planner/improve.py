@@ -132,10 +132,6 @@ def _values(decision: Decision, loads: np.ndarray, bytes_: np.ndarray, rate: flo
     return decision.after(decision.adapter_loads() + loads, decision.bytes + bytes_, rate)
 
 
-def _still(decision: Decision, rate: float | None) -> float:
-    return float(_values(decision, np.zeros(len(decision.loads)), np.zeros(()), rate))
-
-
 def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
     """Takes the best single moves of some rows, several at once, until none helps.
 
@@ -146,12 +142,11 @@ def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | Non
             count, so that a phase bound by several places is left step by step.
         rounds: at most.
     """
-    for _ in range(rounds):
+    for _ in range(rounds if len(rows) else 0):
         singles = _singles(decision, rows)
-        rate = decision.rate(sharpness)
-        values = _values(decision, singles.loads, singles.bytes, rate) + singles.own
-        still = _still(decision, rate)
-        values = np.where(decision.overshoot(decision.bytes + singles.bytes) <= 0, values, np.inf)
+        values = _values(decision, singles.loads, singles.bytes, decision.rate(sharpness)) + singles.own
+        still = float(values[0, decision.columns[rows[0]]])
+        values[decision.overshoot(decision.bytes + singles.bytes) > 0] = np.inf
         to = values.argmin(axis=1)
         gain = still - values[np.arange(len(rows)), to]
         order = np.argsort(-gain)[:_AT_ONCE]
@@ -175,10 +170,11 @@ def exchanges(decision: Decision, rows: np.ndarray, *, sharpness: float | None, 
         rounds: at most.
     """
     s = decision.folded.num_columns
-    for _ in range(rounds):
-        rate = decision.rate(sharpness)
-        singles, still = _singles(decision, rows), _still(decision, rate)
-        values = _values(decision, singles.loads, singles.bytes, rate) + singles.own - still
+    for _ in range(rounds if len(rows) else 0):
+        rate, singles = decision.rate(sharpness), _singles(decision, rows)
+        values = _values(decision, singles.loads, singles.bytes, rate) + singles.own
+        still = float(values[0, decision.columns[rows[0]]])
+        values -= still
         values[np.arange(len(rows)), decision.columns[rows]] = np.inf
         number = min(_EXCHANGES, int(np.isfinite(values).sum()))
         if number < 2:
@@ -222,7 +218,7 @@ def wander(decision: Decision, rows: np.ndarray, *, sharpness: float | None, ste
     byte_s = _DEAR_BYTES * best_s / max(1.0, float(folded.bytes.max(axis=1, initial=0.0).sum()))
     until = np.zeros((len(rows), folded.num_columns))
     at_row = np.arange(len(rows))
-    for step in range(steps):
+    for step in range(steps if len(rows) else 0):
         singles = _singles(decision, rows)
         values = _values(decision, singles.loads, singles.bytes, decision.rate(sharpness)) + singles.own
         values += byte_s * decision.overshoot(decision.bytes + singles.bytes)
