@@ -148,7 +148,7 @@ class Folded:
 
     def _own(self, serial: np.ndarray, move: np.ndarray, current: np.ndarray) -> np.ndarray:
         tie = _TIE * (float(self.problem.base_load_s.max(axis=(1, 2)).sum()) + self.serial_s)
-        own = serial.sum(axis=-1) + move
+        own = serial @ np.ones(serial.shape[-1]) + move
         own += (tie / max(float(self.bytes.max(initial=0.0)), 1.0)) * self.bytes
         stays = np.flatnonzero(current >= 0)
         own[stays, current[stays]] -= tie
@@ -169,11 +169,13 @@ class Folded:
         sums[s + 1, d, kv.phase, :DEVICE_RESOURCES] = kv.device_load_s[:DEVICE_RESOURCES]
         sums[s + 2 : -2, :d, kv.phase, DEVICE_RESOURCES:] = kv.pool_load_s[..., DEVICE_RESOURCES:]
         sums[s + 2 : -2, 0, kv.phase, :DEVICE_RESOURCES] = kv.pool_load_s[:, 0, :DEVICE_RESOURCES]
-        most, least = load, load
+        bounds = ((np.maximum, load), (np.minimum, load))
         if not self.allowed.all():
-            most, least = load * self.allowed[..., None], np.where(self.allowed[..., None], load, np.inf)
-        sums[-2] = (at_home @ most.max(axis=1)).reshape(d + 1, f, r)
-        sums[-1] = (at_home @ least.min(axis=1, initial=np.inf if len(load) else 0.0)).reshape(d + 1, f, r)
+            open_ = self.allowed[..., None]
+            bounds = ((np.maximum, load * open_), (np.minimum, np.where(open_, load, np.inf)))
+        highest, lowest = (functools.reduce(of_two, np.swapaxes(loads, 0, 1)) for of_two, loads in bounds)
+        sums[-2] = (at_home @ highest).reshape(d + 1, f, r)
+        sums[-1] = (at_home @ lowest).reshape(d + 1, f, r)
         loads = layout.places(sums.reshape(len(sums), d + 1, f * r))
         self.num_places = loads.shape[1]
         self.keep = _that_matter(loads, layout, s)
