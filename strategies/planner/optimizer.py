@@ -4,9 +4,10 @@ All adapters share what bounds a phase and the device's memory, so none can be d
 every place and of a byte come from the linear relaxation; adapters that have a clear best strategy at these prices take
 it, those at a tie are rounded, and what rounding spoils is mended by moves that are tried on the objective itself. Sets
 of strategies in use (each has fixed charges) and attention strategies are parts of the search: bounds from the prices
-say which of them can still hold something better. Simple plans are candidates, so none of them is better.
+say which of them can still hold something better. Simple plans are candidates, so none of them is better. Where the
+best plan is far from its bound still, everyone is relaxed at once, and the best decisions walk out of local optima.
 
-From an earlier answer (`Duals`) only the last part is done: prices change slowly, and few adapters with them.
+From an earlier answer (`Duals`) only moves at its prices are tried: prices change slowly, and few adapters with them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from strategies.planner.folded import Folded
 from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, wander
 from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
-from strategies.planner.rounding import LEVELS, SHARPNESS, closest, rounded
+from strategies.planner.rounding import SHARPNESS, closest, rounded
 
 _SAMPLE = 44
 """Adapters that are heavy, and as many that stand for the others, where prices are found from fewer than all."""
@@ -202,7 +203,7 @@ def _searched(folded: Folded, until: float) -> _Outcome:
             relaxed = relax(folded, among[at], sample, leading, scale_s=scale_s, gap=gap)
             total = _total(folded, relaxed.prices)
             bounds = np.maximum(bounds, lower_bounds(folded, relaxed.prices, total, among))
-        decision = rounded(folded, among[at], relaxed, total, bound_s=float(bounds[at]), levels=LEVELS)
+        decision = rounded(folded, among[at], relaxed, total, bound_s=float(bounds[at]))
         decisions.append(decision)
         found = _Found(decision, decision.value(), among[at], relaxed, total, leading)
         open_[at] = False
@@ -270,7 +271,7 @@ def _undecided(folded: Folded, best: _Found, node: Node, *, bound_s: float) -> _
     shares[rows] = relaxed.shares
     relaxed = relaxed._replace(shares=shares)
     total = _total(folded, relaxed.prices)
-    decision = rounded(folded, node, relaxed, total, bound_s=bound_s, levels=LEVELS)
+    decision = rounded(folded, node, relaxed, total, bound_s=bound_s)
     return _Found(decision, decision.value(), node, relaxed, total, leading)
 
 

@@ -15,7 +15,7 @@ ENOUGH = 1e-3
 """Of the objective: a plan this near to the bound is not mended."""
 
 SHARPNESS = (200.0, 1000.0)
-LEVELS = (200.0, 500.0, 1000.0, 3000.0)
+_LEVELS = (200.0, 500.0, 1000.0, 3000.0)
 """Sharpness of prices from one round of mending, and of levelling, to the next."""
 
 _CLOSE = 40
@@ -25,9 +25,7 @@ _DRAWS = 2
 _GOLDEN = 0.6180339887498949
 
 
-def rounded(
-    folded: Folded, node: Node, relaxed: Shares, total: np.ndarray, *, bound_s: float, levels: tuple[float, ...]
-) -> Decision:
+def rounded(folded: Folded, node: Node, relaxed: Shares, total: np.ndarray, *, bound_s: float) -> Decision:
     """A decision near the relaxed one.
 
     Args:
@@ -36,7 +34,6 @@ def rounded(
         relaxed: shares of all adapters or of some.
         total: [M, S] seconds of choices at the relaxed prices, with bytes.
         bound_s: no plan is better.
-        levels: sharpness of each round of levelling.
     """
     prices = relaxed.prices
     open_ = _open(folded, node)
@@ -49,7 +46,7 @@ def rounded(
 
     wanted = folded.most_kv if prices.joint > 0 else relaxed.fraction
     best = min(_roundings(folded, node, shares, wanted), key=worth)
-    for sharpness in levels:
+    for sharpness in _LEVELS:
         if worth(best) <= bound_s * (1 + ENOUGH):
             break
         _level(best, relaxed, usable, sharpness=sharpness, byte_s=byte_s)
