@@ -30,6 +30,8 @@ _PARTS = {
     *ATTENTION.values(),
 }
 _NUMBERS = re.compile(r"(\.\d+|\.clone)+$")
+_NO_NAMES = ("", "while", "body", "closed_call")
+"""What stands last in the names of an operation that says nothing of it."""
 _ADAPTERS = re.compile(rf"({'|'.join(LORA_PHASES)})\.(any|{'|'.join(LORA)})")
 
 
@@ -50,6 +52,6 @@ def part_of(operation: str, names: str) -> str:
             return name
         if found := _ADAPTERS.fullmatch(name):
             return adapters_of(found[1])
-    if f"/{scopes.LAYERS}/" in f"/{names}/":
-        return f"{scopes.LAYERS}: {names.rpartition('/')[2]}"
-    return f"unnamed: {names.rpartition('/')[2] or re.sub(_NUMBERS, '', operation)}"
+    last = names.rpartition("/")[2]
+    kind = re.sub(_NUMBERS, "", operation) if last in _NO_NAMES else last
+    return f"{scopes.LAYERS}: {kind}" if f"/{scopes.LAYERS}/" in f"/{names}/" else f"unnamed: {kind}"

@@ -79,6 +79,7 @@ def test_every_moment_counts_once_for_operations_before_loops_before_the_host():
         ("cond.3", "jit(step)/head/head.any/cond", "head adapters"),
         ("f", "jit(step)/layers/while/body/decode.attention/decode.local/cond", "decode.attention"),
         ("add.7", "jit(step)/layers/while/body/closed_call/add", "layers: add"),
+        ("add_convert_fusion.2", "jit(step)/layers/while/body/closed_call", "layers: add_convert_fusion"),
         ("copy.160", "", "unnamed: copy"),
         ("wrapped_reduce-window.5.clone.1", "", "unnamed: wrapped_reduce-window"),
         ("s", "jit(step)/prompt_logprobs/cond", "prompt_logprobs"),
