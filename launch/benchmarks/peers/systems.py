@@ -24,6 +24,7 @@ from launch.flags import StartError
 
 DRIVERS = pathlib.Path(__file__).parent / "drivers"
 _LAST_LINES = 3
+_OUR_FLAGS = ("requests", "prompt_tokens", "new_tokens", "runs", "adapters", "adapter_ranks")
 
 
 class PeerError(Exception):
@@ -91,6 +92,7 @@ PEERS: Mapping[str, DriverPeer] = {
 }
 LLAMA, OURS = "llama.cpp", "plora_jax"
 SYSTEMS = (OURS, *PEERS, LLAMA)
+_LLAMA_WITHOUT = "does not batch requests of different adapters"
 _LLAMA_INSTALL = "build llama.cpp (cmake -B build; cmake --build build --target llama-server) and name --llama_server"
 
 
@@ -119,9 +121,6 @@ def why_not(name: str, case: PeerCase, files: PeerFiles) -> str | None:
     if files.gguf is None and (name == LLAMA or (name in PEERS and PEERS[name].needs_gguf)):
         return "reads a GGUF file, and --model is none"
     return None
-
-
-_LLAMA_WITHOUT = "does not batch requests of different adapters"
 
 
 def run_system(name: str, case: PeerCase, files: PeerFiles, config: PeersConfig) -> PeerResult:
@@ -164,9 +163,6 @@ def _run_ours(case: PeerCase, config: PeersConfig) -> PeerResult:
     software = got["software"]
     version = f"plora_jax {software['plora_jax']}, jax {software['jax']}"
     return PeerResult([run["output_tokens_per_s"] for run in got["runs"]], version)
-
-
-_OUR_FLAGS = ("requests", "prompt_tokens", "new_tokens", "runs", "adapters", "adapter_ranks")
 
 
 def _run_llama(case: PeerCase, files: PeerFiles, config: PeersConfig) -> PeerResult:
