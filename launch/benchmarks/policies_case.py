@@ -47,7 +47,8 @@ class PoliciesCase:
         prompt_tokens: tokens of each prompt, drawn at random.
         new_tokens: tokens of an answer on average; each is drawn between half of it and one and a half.
         requests: requests of a run, those of the warm-up included.
-        warmup_requests: first requests of a run, which are not measured.
+        warmup_requests: first requests of a run, which are not measured; three times the streams, so that planners have
+            seen requests come and go.
         skew: exponent of the power law: the r-th most popular adapter is asked for in proportion to r ** -skew.
         drift_requests: requests after which other adapters are the popular ones, in drifting traffic.
         runs: runs of each policy under each traffic; figures are medians over them.
@@ -65,8 +66,8 @@ class PoliciesCase:
     concurrency: int = 32
     prompt_tokens: int = 32
     new_tokens: int = 64
-    requests: int = 320
-    warmup_requests: int = 64
+    requests: int = 352
+    warmup_requests: int = 96
     skew: float = 1.06
     drift_requests: int = 128
     runs: int = 5
