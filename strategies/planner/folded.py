@@ -237,7 +237,7 @@ class Folded:
 def _dormant(problem: PlanProblem) -> tuple[np.ndarray, int]:
     """[N] bool, idle rows that nobody expects; the column that takes nothing of them: no memory, and no move."""
     nothing = problem.allowed & (problem.device_bytes <= 0) & (problem.move_s <= 0)
-    column = int(np.count_nonzero(nothing, axis=0).argmax())
+    column = int((np.ones(len(nothing)) @ nothing).argmax())
     dormant = ~problem.active & nothing[:, column]
     dormant[problem.loaded] = False
     return dormant, column
