@@ -174,9 +174,8 @@ def _load_adapters(
 
 def _print_memory(deployment: Deployment, log: StageLog) -> None:
     model, limits = deployment.model, deployment.engine.scheduler_config
-    log.say(
-        "model", f"{deployment.engine.model_name}: {model.architecture}, {model.num_layers} layers, {deployment.dtype}"
-    )
+    words = f"{model.architecture}, {model.num_layers} layers, {deployment.precision}"
+    log.say("model", f"{deployment.engine.model_name}: {words}")
     sizes = deployment.device_bytes()
     parts = ", ".join(f"{what} {in_bytes(size)}" for what, size in sizes.items())
     log.say("memory", f"{in_bytes(sum(sizes.values()))} on the device: {parts}")

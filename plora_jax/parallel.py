@@ -201,6 +201,10 @@ class TensorParallel:
         """Inside a shard: the sum of all shards' partial results."""
         return partial if self.num_shards == 1 else lax.psum(partial, TENSOR_AXIS)
 
+    def largest(self, partial: jax.Array) -> jax.Array:
+        """Inside a shard: element by element the largest of all shards' values."""
+        return partial if self.num_shards == 1 else lax.pmax(partial, TENSOR_AXIS)
+
     def look_up(self, rows: Callable[[jax.Array], jax.Array], tokens: jax.Array) -> jax.Array:
         """Inside a shard: rows of a table that is sharded by vocabulary.
 

@@ -2,13 +2,14 @@
 
 XLA's product (`plora_jax.model.layers.matmul`) takes weights as they are and is the reference. On a CPU with a matrix
 unit the native kernel reads packed weights at the speed of memory, of all layers in one array: XLA would first copy a
-layer's part out of it. The default model, 32 rows, two cores that read 28 GB/s: all layers take 10 ms.
+layer's part out of it. The default model, 32 rows, two cores that read 28 GB/s: all layers take 10 ms. int8 weights
+have products of their own (`strategies.quantized`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,13 @@ import numpy as np
 
 from memory_pool.raw import to_raw
 from strategies import native
+from strategies.quantized import QuantizedWeights, int8_products
 
 TILE_OUTPUTS, TILE_INPUTS = 16, 32
 
 
 class PackedWeights(NamedTuple):
-    """Weights of one projection in all layers.
+    """bfloat16 weights of one projection in all layers.
 
     Attributes:
         tiles: [L, O / 16, I / 32, 512] uint16, raw bfloat16. A tile has 16 outputs and 32 inputs: pairs of inputs, then
@@ -29,6 +31,11 @@ class PackedWeights(NamedTuple):
     """
 
     tiles: Any
+
+
+def is_packed(weight: Any) -> TypeGuard[PackedWeights | QuantizedWeights]:
+    """Whether `products` takes it; others are plain arrays."""
+    return isinstance(weight, PackedWeights | QuantizedWeights)
 
 
 def unsupported(shape: tuple[int, ...], dtype: Any, *, shards: int = 1, platform: str | None = None) -> str | None:
@@ -65,18 +72,27 @@ def pack(weight_LOI: jax.Array) -> PackedWeights:
     return PackedWeights(tiles.reshape(*tiles.shape[:3], TILE_OUTPUTS * TILE_INPUTS))
 
 
-def products(x: jax.Array, weights: Sequence[PackedWeights], layer: jax.Array) -> tuple[jax.Array, ...]:
+def products(
+    x: jax.Array,
+    weights: Sequence[PackedWeights | QuantizedWeights],
+    layer: jax.Array,
+    *,
+    largest: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
     """x times weights that share it, summed in float32 and left there.
 
     Args:
-        x: [..., I] bfloat16.
-        weights: packed.
+        x: [..., I], bfloat16 where weights are.
+        weights: all packed or all quantised.
         layer: [] int32.
+        largest: as `int8_products`.
 
     Returns:
         [..., O] float32 for each.
     """
-    if not weights:
-        return ()
-    results = native.products(x.reshape(-1, x.shape[-1]), [w.tiles for w in weights], layer)
+    quantized = [w for w in weights if isinstance(w, QuantizedWeights)]
+    if quantized:
+        return int8_products(x, quantized, layer, largest=largest)
+    packed = [w.tiles for w in weights if isinstance(w, PackedWeights)]
+    results = native.products(x.reshape(-1, x.shape[-1]), packed, layer) if packed else ()
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)

@@ -239,7 +239,7 @@ def _system(deployment: Deployment) -> System:
     chosen, count = deployment.executor.kernels, len(deployment.engine.adapters())
     lora = f"adapters loaded: {count}" if deployment.adapters else "LoRA off"
     return System(
-        f"{deployment.engine.model_name}, {deployment.dtype}, {lora}",
+        f"{deployment.engine.model_name}, {deployment.precision}, {lora}",
         options=dataclasses.asdict(deployment.config),
         device_bytes=deployment.device_bytes(),
         kernels={

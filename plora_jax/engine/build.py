@@ -35,6 +35,7 @@ from plora_jax.engine.executor import JaxExecutor
 from plora_jax.engine.near_guard import AttentionChoice, NearDataGuard, backend_problems
 from plora_jax.engine.planning import EnginePlanner
 from plora_jax.engine.traffic import LAYER_GROUPS
+from plora_jax.model import quantization_problem
 from plora_jax.parallel import EMBEDDING, HEAD, TensorParallel
 from plora_jax.tokenizer import load_tokenizer
 from strategies.strategy_table import LORA
@@ -74,7 +75,7 @@ class Deployment:
         executor: carries out steps.
         probe: what the backend can do of what the pool needs.
         near_data: the compute near the data; `fail` it to see how the engine goes on without.
-        weight_bytes: bytes of the base weights, all devices together.
+        weight_bytes: bytes of the base weights as they serve, all devices together.
         planning: who plans and for which machine; None where both strategies are forced.
         planner_of: another planner of the same engine, by a configuration of which only the strategies, the planner
             and its hardware count; None where both strategies are forced.
@@ -94,6 +95,12 @@ class Deployment:
     weight_bytes: int
     planning: str | None
     planner_of: Callable[[EngineConfig], EnginePlanner | None]
+
+    @property
+    def precision(self) -> str:
+        """The compute dtype, and that of quantised weights: "bfloat16, int8 weights"."""
+        quantization = self.config.quantization
+        return self.dtype if quantization == "none" else f"{self.dtype}, {quantization} weights"
 
     @property
     def kv_tokens(self) -> int:
@@ -136,6 +143,8 @@ def build_engine(
         use_persistent_cache(config.compilation_cache_dir)
     progress.stage("weights")
     parallel = TensorParallel(load_config(config.model), config.tensor_parallel_size)
+    if problem := quantization_problem(parallel.config, config.quantization):
+        raise ValueError(problem)
     mesh, report = _mesh(config.tensor_parallel_size), probe()
     if problems := backend_problems(config, report):
         raise ValueError("; ".join(problems))
@@ -177,6 +186,7 @@ def build_engine(
         attention_of=attention,
         ledger=ledger,
         guard=guard,
+        quantization=config.quantization,
         progress=progress.advance,
     )
     name = default_model_name(loaded)
@@ -217,7 +227,7 @@ def build_engine(
         executor=executor,
         probe=report,
         near_data=unit,
-        weight_bytes=_tree_bytes(params),
+        weight_bytes=sum(executor.weight_bytes().values()),
         planning=planner.about if planner else None,
         planner_of=planner_of,
     )
@@ -361,9 +371,3 @@ def _adapter_reader(
         )
 
     return read
-
-
-def _tree_bytes(tree: Any) -> int:
-    if isinstance(tree, dict):
-        return sum(_tree_bytes(v) for v in tree.values())
-    return tree.nbytes

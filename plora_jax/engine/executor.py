@@ -64,6 +64,7 @@ class JaxExecutor:
         attention_of: "local" or "distributed", for a sequence's KV pages that are not on the device.
         ledger: told what each step moves over the link.
         guard: asked before each step is packed, and when one fails: it may change who is served how.
+        quantization: of the base weights, as `pack_params` takes it.
         kernels: implementations to use; by default the best for the platform.
         progress: told (programs compiled, programs in all) during warm-up.
 
@@ -86,13 +87,14 @@ class JaxExecutor:
         attention_of: Callable[[PlannedSequence], str],
         ledger: Ledger,
         guard: NearDataGuard | None = None,
+        quantization: str = "none",
         kernels: Kernels | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._adapters, self._dtype = adapters, np.dtype(dtype)
         self._memory, self._ledger, self._attention_of, self._guard = memory, ledger, attention_of, guard
         self.decoder = Decoder(config, num_shards=memory.num_shards)
-        self._params = pack_params(params, self.decoder.parallel)
+        self._params = pack_params(params, self.decoder.parallel, quantization=quantization)
         self.param_specs = packed_specs(self._params, self.decoder.parallel)
         self.kernels = kernels or choose_kernels()
         stripes = adapters.num_stripes if adapters else 1

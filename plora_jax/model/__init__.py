@@ -3,9 +3,10 @@
 from plora_jax.model.decoder import Decoder, Params, stack_as_raw
 from plora_jax.model.dense import LoraWeights, forward_full
 from plora_jax.model.layers import Context, LayerConstants
-from plora_jax.model.packed import pack_params, packed_specs
+from plora_jax.model.packed import QUANTIZATIONS, pack_params, packed_specs, quantization_problem
 
 __all__ = [
+    "QUANTIZATIONS",
     "Context",
     "Decoder",
     "LayerConstants",
@@ -14,5 +15,6 @@ __all__ = [
     "forward_full",
     "pack_params",
     "packed_specs",
+    "quantization_problem",
     "stack_as_raw",
 ]

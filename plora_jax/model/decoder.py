@@ -25,12 +25,12 @@ from plora_jax.model.layers import Context, DecoderLayer, LayerConstants, matmul
 from plora_jax.model.rope import Rotation, inverse_frequencies, rotation_of
 from plora_jax.parallel import TensorParallel
 from strategies.paged_attention import NO_WINDOW
-from strategies.products import PackedWeights, products
+from strategies.products import is_packed, products
 
 Params = Mapping[str, Any]
 
 PACKED_HEAD = "packed_head"
-"""Key of the head's weights in the order of a kernel, [1, V, D] packed (`plora_jax.model.packed`)."""
+"""Key of the head's weights in the order of a kernel or as int8, [1, V, D] (`plora_jax.model.packed`)."""
 
 
 def stack_as_raw(params: Params) -> Params:
@@ -41,7 +41,7 @@ def stack_as_raw(params: Params) -> Params:
     """
 
     def raw(weight: Any) -> Any:
-        if isinstance(weight, PackedWeights) or weight.dtype.itemsize != 2 or _is_raw(weight):
+        if is_packed(weight) or weight.dtype.itemsize != 2 or _is_raw(weight):
             return weight
         return to_raw(weight)
 
@@ -116,7 +116,7 @@ class Decoder:
         """
 
         # Packed weights stay whole and are told the layer; the module has none of its own then.
-        packed = {name: w for name, w in params["layers"].items() if isinstance(w, PackedWeights)}
+        packed = {name: w for name, w in params["layers"].items() if is_packed(w)}
         sliced = {name: w for name, w in params["layers"].items() if name not in packed}
 
         with jax.named_scope(scopes.ROTARY):

@@ -20,6 +20,7 @@ from plora_jax.model.moe import routed_experts
 from plora_jax.model.rope import rotate
 from plora_jax.parallel import ROW_PARALLEL, TensorParallel
 from strategies.products import PackedWeights, products
+from strategies.quantized import QuantizedWeights, largest_magnitude
 
 
 class LayerConstants(NamedTuple):
@@ -29,13 +30,13 @@ class LayerConstants(NamedTuple):
         index: [] int32.
         rotation: rotary embedding of the tokens.
         window: [] int32, tokens a query sees.
-        packed: weights of all layers that are kept in the order of a kernel, by projection.
+        packed: weights of all layers that are kept in the order of a kernel or as int8, by projection.
     """
 
     index: Any
     rotation: Any
     window: Any
-    packed: Mapping[str, PackedWeights] = {}
+    packed: Mapping[str, PackedWeights | QuantizedWeights] = {}
 
 
 class Context(Protocol):
@@ -142,7 +143,11 @@ class DecoderLayer(nnx.Module):
     def _products(self, x: jax.Array, names: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
         """x times the base weights of projections that share it, float32."""
         packed = [name for name in names if name in layer.packed]
-        found = dict(zip(packed, products(x, [layer.packed[name] for name in packed], layer.index), strict=True))
+        weights, largest = [layer.packed[name] for name in packed], None
+        if names[0] in ROW_PARALLEL and any(isinstance(w, QuantizedWeights) for w in weights):
+            # Every shard has a part of a row and rounds it as if it had the whole row.
+            largest = self.parallel.largest(largest_magnitude(x)) if self.parallel.num_shards > 1 else None
+        found = dict(zip(packed, products(x, weights, layer.index, largest=largest), strict=True))
         return {name: found[name] if name in found else matmul(x, self._weight(name)) for name in names}
 
     def _attention(self, x: jax.Array, cache: Any, context: Context, layer: LayerConstants) -> tuple[jax.Array, Any]:

@@ -1,44 +1,64 @@
-"""Base weights in the form that serves fastest on the platform at hand.
+"""Base weights in the form that serves fastest on the platform at hand, or as int8 where the operator asks for it.
 
-Projections that a packing kernel can multiply are kept in its order (`strategies.products`); other 16-bit weights of
-layers are kept as raw bits. Training and conversion use the tree as it was loaded.
+Projections that a packing kernel can multiply are kept in its order (`strategies.products`, `strategies.quantized`);
+other 16-bit weights of layers are kept as raw bits. Training and conversion use the tree as it was loaded.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from memory_pool.link import TENSOR_AXIS
+from memory_pool.link import TENSOR_AXIS, device_sharding
 from plora_jax.config import ModelConfig
 from plora_jax.model.decoder import PACKED_HEAD, Params, stack_as_raw
 from plora_jax.parallel import TensorParallel
-from strategies.products import pack, unsupported
+from strategies import products, quantized
+from strategies.products import PackedWeights
+from strategies.quantized import QuantizedWeights
+
+QUANTIZATIONS = ("none", "int8")
 
 
-def pack_params(params: Params, parallel: TensorParallel) -> dict[str, Any]:
+def quantization_problem(config: ModelConfig, quantization: str) -> str | None:
+    """Why a model cannot be served with its weights quantised so; None when it can."""
+    if quantization == "int8" and config.num_experts:
+        return (
+            f"--quantization int8 does not cover routed experts, and {config.architecture} has {config.num_experts} a "
+            "layer: use --quantization none"
+        )
+    return None
+
+
+def pack_params(params: Params, parallel: TensorParallel, *, quantization: str = "none") -> dict[str, Any]:
     """A tree that `Decoder` serves with.
 
     Args:
         params: placed for the shards; layers' weights are dropped one by one as their packed form is made.
         parallel: the model over its shards.
+        quantization: "none" or "int8", for which `quantization_problem` is None.
 
     Returns:
         The same tree with PackedWeights in place of projections in the layers, and of the head where it is not the
-        embedding, under PACKED_HEAD: whatever has the sizes and the type for it.
+        embedding, under PACKED_HEAD: whatever has the sizes and the type for it. With int8 all of these are
+        QuantizedWeights; embeddings, norms and biases stay in the dtype they have.
     """
+    pack = _pack if quantization == "none" else _quantize
     layers = dict(params["layers"])
     for name in projections_of(parallel.config):
-        if unsupported(layers[name].shape, layers[name].dtype, shards=parallel.num_shards) is None:
-            layers[name] = _pack(layers[name])
-    packed = {**stack_as_raw({**params, "layers": layers})}
-    head = packed["head"] if "head" in packed else packed["embedding"]
-    if unsupported((1, *head.shape), head.dtype, shards=parallel.num_shards) is None:
-        packed[PACKED_HEAD] = _pack(head[None])
-        packed.pop("head", None)
-    return packed
+        packed = pack(layers[name], parallel)
+        if packed is not None:
+            layers[name] = packed
+    tree = {**stack_as_raw({**params, "layers": layers})}
+    head = tree["head"] if "head" in tree else tree["embedding"]
+    packed = pack(head[None], parallel)
+    if packed is not None:
+        tree[PACKED_HEAD] = packed
+        tree.pop("head", None)
+    return tree
 
 
 def packed_specs(params: Params, parallel: TensorParallel) -> dict[str, Any]:
@@ -46,7 +66,9 @@ def packed_specs(params: Params, parallel: TensorParallel) -> dict[str, Any]:
     specs = parallel.param_specs()
     if PACKED_HEAD in params:
         specs.pop("head", None)
-        specs[PACKED_HEAD] = PartitionSpec(None, TENSOR_AXIS) if parallel.vocabulary_sharded else PartitionSpec()
+        specs[PACKED_HEAD] = _spec_of(params[PACKED_HEAD], _head_spec(parallel))
+    layers = params["layers"]
+    specs["layers"] = {name: _spec_of(layers[name], spec) for name, spec in specs["layers"].items()}
     return specs
 
 
@@ -55,8 +77,28 @@ def projections_of(config: ModelConfig) -> list[str]:
     return [name for name in config.projections if f"layers.{name}" in config.param_shapes()]
 
 
-def _pack(weight: jax.Array) -> Any:
-    sharding = weight.sharding
-    if isinstance(sharding, NamedSharding):
-        return jax.jit(pack, out_shardings=sharding)(weight)
-    return jax.jit(pack)(weight)
+def _head_spec(parallel: TensorParallel) -> PartitionSpec:
+    return PartitionSpec(None, TENSOR_AXIS) if parallel.vocabulary_sharded else PartitionSpec()
+
+
+def _spec_of(weight: Any, spec: PartitionSpec) -> Any:
+    """The spec of each array of a weight [L, O, I] that lies by `spec`."""
+    if not isinstance(weight, QuantizedWeights):
+        return spec
+    return QuantizedWeights(spec, PartitionSpec(*spec[:2]))
+
+
+def _pack(weight: jax.Array, parallel: TensorParallel) -> PackedWeights | None:
+    if products.unsupported(weight.shape, weight.dtype, shards=parallel.num_shards) is not None:
+        return None
+    sharding = weight.sharding if isinstance(weight.sharding, NamedSharding) else None
+    return jax.jit(products.pack, out_shardings=sharding)(weight)
+
+
+def _quantize(weight: jax.Array, parallel: TensorParallel) -> QuantizedWeights:
+    tiled = quantized.unsupported(weight.shape, shards=parallel.num_shards) is None
+    lies, shardings = weight.sharding, None
+    if isinstance(lies, NamedSharding) and isinstance(lies.mesh, Mesh):
+        specs = _spec_of(QuantizedWeights(None, None), lies.spec)
+        shardings = QuantizedWeights(*(device_sharding(lies.mesh, own) for own in specs))
+    return jax.jit(functools.partial(quantized.quantize, tiled=tiled), out_shardings=shardings)(weight)

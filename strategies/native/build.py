@@ -21,7 +21,15 @@ import jax
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cc")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
-_TARGETS = ("plora_shrink", "plora_expand", "plora_delta", "plora_rows", "plora_partial_attention", "plora_products")
+_TARGETS = (
+    "plora_shrink",
+    "plora_expand",
+    "plora_delta",
+    "plora_rows",
+    "plora_partial_attention",
+    "plora_products",
+    "plora_int8_products",
+)
 _BUILD_LIMIT_S = 300
 
 
@@ -49,10 +57,20 @@ def unavailable() -> str | None:
 @functools.cache
 def matrix_unit_unavailable() -> str | None:
     """None when products can run on the processor's matrix unit, else why not."""
+    return _unit_unavailable("plora_matrix_unit", "bfloat16")
+
+
+@functools.cache
+def int8_unit_unavailable() -> str | None:
+    """None when products with int8 weights can run on the processor's matrix unit, else why not."""
+    return _unit_unavailable("plora_int8_unit", "int8")
+
+
+def _unit_unavailable(asks: str, numbers: str) -> str | None:
     if reason := unavailable():
         return reason
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or ""
-    return None if _load(compiler).plora_matrix_unit() else "this processor has no matrix unit for bfloat16 (AMX)"
+    return None if getattr(_load(compiler), asks)() else f"this processor has no matrix unit for {numbers} (AMX)"
 
 
 @functools.cache

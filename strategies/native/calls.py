@@ -185,6 +185,30 @@ def products(x_TI: jax.Array, tiles: Sequence[jax.Array], layer: jax.Array) -> t
     return tuple(jax.ffi.ffi_call("plora_products", results)(layer, to_raw(x_TI), *tiles))
 
 
+def int8_products(
+    x_TI: jax.Array, weights: Sequence[tuple[jax.Array, jax.Array]], layer: jax.Array, *, largest_T: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """As strategies.quantized.xla_products, with the same bits, on the processor's matrix unit.
+
+    Args:
+        x_TI: [T, I] bfloat16 or float32.
+        weights: tiles [L, O / 16, I / 64, 1024] int8 and scales [L, O] float32 each, as `strategies.quantized.quantize`
+            leaves them.
+        layer: [] int32.
+        largest_T: [T] float32, the magnitude that a row's integers are scaled by; that of the row by default.
+
+    Returns:
+        [T, O] float32 for each.
+
+    Cost:
+        Reads each weight once from memory, whatever the number of rows.
+    """
+    results = [jax.ShapeDtypeStruct((x_TI.shape[0], tiles.shape[1] * 16), jnp.float32) for tiles, _ in weights]
+    largest = jnp.zeros((0,), jnp.float32) if largest_T is None else largest_T
+    operands = [operand for pair in weights for operand in pair]
+    return tuple(jax.ffi.ffi_call("plora_int8_products", results)(layer, _raw(x_TI), largest, *operands))
+
+
 def _like(pages_LPW: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a result in the memory space of the pages."""
     of_pages = jax.typeof(pages_LPW)

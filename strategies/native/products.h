@@ -46,6 +46,8 @@ class Tiles {
       uint8_t rows[16] = {};
     } config;
     for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = kTileSide;
+    // GCC takes the instruction to read 8 bytes, and may not store the rest.
+    asm volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   ~Tiles() { _tile_release(); }
