@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from launch import flags
-from launch.benchmarks import latency, memory, policies, startup, strategies, throughput
+from launch.benchmarks import latency, memory, policies, quality, startup, strategies, throughput
 from launch.benchmarks.peers import command as peers
 
 
@@ -51,6 +51,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         memory.__doc__,
         memory.define_flags,
         memory.main,
+    ),
+    "quality": Benchmark(
+        "what bfloat16 and int8 weights cost in quality: perplexity on a text against float32",
+        quality.__doc__,
+        quality.define_flags,
+        quality.main,
     ),
     "peers": Benchmark(
         "this system and its peers (PEFT, vLLM, OpenVINO GenAI, llama.cpp) side by side on one case, with ratios",

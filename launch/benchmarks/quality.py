@@ -1,0 +1,202 @@
+"""Measures what a dtype and a quantisation cost in quality: perplexity on a text, against float32.
+
+  python -m launch.bench quality
+      the default model as float32, bfloat16 and with int8 weights, on the text that comes with the project
+
+  python -m launch.bench quality --model=/models/llama --precisions=bfloat16+int8 --text=notes.txt --output_json=q.json
+
+A precision is a dtype, with +int8 for int8 weights; each is multiplied as it is served. The text is cut into windows
+that know nothing of each other; all precisions see the same tokens. The loss is the rise in perplexity over float32,
+with the standard error of it over tokens. The text of the project is the start of Lewis Carroll's Alice's Adventures in
+Wonderland, which is in the public domain. Progress goes to standard error, the report to standard output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import shlex
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from launch import flags
+from launch.benchmarks.machine import describe_machine, describe_software
+from launch.console import StageLog
+from launch.flags import StartError
+from plora_jax.checkpoints import DEFAULT_MODEL, LoadedModel, find_model, load_config, load_model
+from plora_jax.model import QUANTIZATIONS, Params, forward_full, pack_params, quantization_problem
+from plora_jax.parallel import TensorParallel
+from plora_jax.tokenizer import load_tokenizer
+
+TEXT = pathlib.Path(__file__).parent / "texts" / "alice.txt"
+REFERENCE = "float32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QualityCase:
+    """What to measure.
+
+    Attributes:
+        model: base model, as for `serve`.
+        precisions: by comma, beside float32: bfloat16 or float32, each also with +int8.
+        text: file to measure on; None for the text of the project.
+        windows: windows of the text, as far as it goes.
+        window_tokens: tokens of a window.
+        output_json: file for the figures.
+    """
+
+    model: str = DEFAULT_MODEL
+    precisions: str = "bfloat16,float32+int8,bfloat16+int8"
+    text: str | None = None
+    windows: int = 16
+    window_tokens: int = 512
+    output_json: str | None = None
+
+
+class Quality(NamedTuple):
+    """One precision.
+
+    Attributes:
+        precision: dtype, with +int8 for int8 weights.
+        perplexity: of the text.
+        loss: rise in perplexity over float32, 0.01 for 1 %.
+        error: standard error of `loss`.
+        weight_bytes: of the weights as they serve.
+    """
+
+    precision: str
+    perplexity: float
+    loss: float
+    error: float
+    weight_bytes: int
+
+
+def define_flags() -> None:
+    """One flag for each option."""
+    flags.define(QualityCase)
+
+
+def parse_precisions(text: str) -> list[tuple[str, str]]:
+    """(dtype, quantisation) of each, float32 first.
+
+    Raises:
+        StartError: one that is not known.
+    """
+    found = [(REFERENCE, "none")]
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        dtype, plus, quantization = entry.partition("+")
+        if dtype not in ("float32", "bfloat16") or (plus and quantization not in QUANTIZATIONS[1:]):
+            raise StartError(f"--precisions {entry!r}: choose of float32, bfloat16, float32+int8 and bfloat16+int8")
+        found.append((dtype, quantization or "none"))
+    return list(dict.fromkeys(found))
+
+
+def measure_quality(case: QualityCase, *, log: StageLog) -> list[Quality]:
+    """Measures every precision of a case, float32 first.
+
+    Raises:
+        StartError: the model or the text cannot be measured.
+    """
+    precisions = parse_precisions(case.precisions)
+    if case.windows < 1 or case.window_tokens < 2:
+        raise StartError(
+            f"--windows {case.windows} and --window_tokens {case.window_tokens} leave nothing to predict: at least 1 "
+            "and 2 are needed"
+        )
+    try:
+        config = load_config(case.model)
+        problems = {quantization_problem(config, quantization) for _, quantization in precisions} - {None}
+        if problems:
+            raise StartError(f"--precisions {case.precisions}: {problems.pop()}")
+        tokens_BT = _windows(case)
+        found: list[Quality] = []
+        reference = np.zeros(0)
+        for dtype, quantization in precisions:
+            loaded = load_model(case.model, dtype=dtype)
+            losses, size = _token_losses(loaded, quantization, tokens_BT)
+            reference = reference if found else losses
+            found.append(_quality(dtype, quantization, losses, reference, size))
+            log.say(found[-1].precision, f"perplexity {found[-1].perplexity:.3f}")
+    except (OSError, ValueError) as error:
+        raise StartError(str(error)) from error
+    return found
+
+
+def main() -> int:
+    """Measures what the flags describe, prints the report, and writes it where asked."""
+    case = flags.read(QualityCase)
+    found = measure_quality(case, log=StageLog(Console(stderr=True)))
+    command = shlex.join(["python", "-m", "launch.bench", "quality", *sys.argv[1:]])
+    print(as_text(case, found, command=command))
+    if case.output_json is not None:
+        try:
+            pathlib.Path(case.output_json).expanduser().write_text(
+                json.dumps(as_json(case, found, command=command), indent=2) + "\n"
+            )
+        except OSError as error:
+            raise StartError(f"--output_json {case.output_json!r} cannot be written: {error}") from error
+    return 0
+
+
+def as_json(case: QualityCase, found: list[Quality], *, command: str) -> dict[str, Any]:
+    """Everything, as plain values."""
+    return {
+        "benchmark": "quality",
+        "options": dataclasses.asdict(case),
+        "precisions": [quality._asdict() for quality in found],
+        "machine": describe_machine(),
+        "software": describe_software(),
+        "command": command,
+    }
+
+
+def as_text(case: QualityCase, found: list[Quality], *, command: str) -> str:
+    """The same for people: a line for each precision."""
+    lines = [
+        f"{'model':<16} {case.model}",
+        f"{'text':<16} {case.text or TEXT.name}, {case.windows} windows of {case.window_tokens} tokens at most",
+        "",
+        f"{'precision':<16} {'perplexity':>10} {'loss, %':>9} {'+-':>6} {'weights, MB':>12}",
+    ]
+    for q in found:
+        loss = f"{100 * q.loss:>9.2f} {100 * q.error:>6.2f}"
+        lines.append(f"{q.precision:<16} {q.perplexity:>10.3f} {loss} {q.weight_bytes / 1e6:>12.1f}")
+    return "\n".join([*lines, "", f"{'command':<16} {command}"])
+
+
+def _windows(case: QualityCase) -> np.ndarray:
+    text = (TEXT if case.text is None else pathlib.Path(case.text).expanduser()).read_text(encoding="utf-8")
+    ids = load_tokenizer(find_model(case.model)).encode(text)
+    count = min(case.windows, len(ids) // case.window_tokens)
+    if count == 0:
+        raise StartError(f"the text has {len(ids)} tokens, fewer than --window_tokens {case.window_tokens}: lower it")
+    return np.asarray(ids[: count * case.window_tokens], np.int32).reshape(count, case.window_tokens)
+
+
+def _token_losses(loaded: LoadedModel, quantization: str, tokens_BT: np.ndarray) -> tuple[np.ndarray, int]:
+    """Negative log likelihood of every token but the first of a window, and the bytes of the weights."""
+    params = pack_params(loaded.params, TensorParallel(loaded.config), quantization=quantization)
+    dtype = jnp.dtype(loaded.dtype)
+
+    @jax.jit
+    def losses(params: Params, tokens_T: jax.Array) -> jax.Array:
+        logits = forward_full(params, loaded.config, tokens_T[None], dtype=dtype)[0, :-1]
+        chosen = jnp.take_along_axis(logits, tokens_T[1:, None], -1)[:, 0]
+        return jax.nn.logsumexp(logits, -1) - chosen
+
+    found = np.stack([np.asarray(losses(params, tokens_T)) for tokens_T in tokens_BT])
+    return found.astype(np.float64), sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def _quality(dtype: str, quantization: str, losses: np.ndarray, reference: np.ndarray, size: int) -> Quality:
+    precision = dtype if quantization == "none" else f"{dtype}+{quantization}"
+    rise = losses - reference
+    ratio = math.exp(rise.mean())
+    return Quality(precision, math.exp(losses.mean()), ratio - 1, ratio * rise.std() / math.sqrt(rise.size), size)
