@@ -71,6 +71,30 @@ struct Room {
   std::vector<P> weights;
 };
 
+// What is read into the cache while a chunk is worked on, in the order of memory. Ask for a little at a time, and all the
+// time: a core waits for lines that it asks for beyond what it can have under way, and memory rests while none are.
+template <typename T>
+class Ahead {
+ public:
+  Ahead() = default;
+  void Add(const T* from, int64_t count) { from_[parts_] = from, count_[parts_++] = count; }
+  // Asks for the next `count` numbers.
+  __attribute__((always_inline)) void Read(int64_t count) {
+    constexpr int kLine = 64 / sizeof(T);
+    for (int64_t i = 0; i < count && part_ < parts_; i += kLine) {
+      __builtin_prefetch(from_[part_] + at_, 0, 2);
+      at_ += kLine;
+      if (at_ >= count_[part_]) ++part_, at_ = 0;
+    }
+  }
+
+ private:
+  const T* from_[2 * kChunkPages];
+  int64_t count_[2 * kChunkPages];
+  int parts_ = 0, part_ = 0;
+  int64_t at_ = 0;
+};
+
 // scores[r * stride + s] = q[r] . keys[s] for kTokens (4 or 1) tokens of a page.
 template <typename T, typename Q, int kRows, int kTokens>
 inline __attribute__((always_inline)) void Score(const Q* q, const T* keys, int dim, float* scores, int stride) {
@@ -93,11 +117,11 @@ inline __attribute__((always_inline)) void Score(const Q* q, const T* keys, int 
 // where they and the values are pairs, so are two tokens, and `acc` is as `Zip` leaves it.
 template <typename T, typename P, int kRows, int kVecs>
 inline __attribute__((always_inline)) void Add(const P* p, int stride, const T* values, int dim, int begin, int end,
-                                               const T* next, Vec (*acc)[kVecs]) {
+                                               Ahead<T>& next, Vec (*acc)[kVecs]) {
   if constexpr (kPairs<T, P>) {
     for (int s = begin; s < end; s += 2) {
       bool both = s + 1 < end;
-      if (next) Prefetch(next + s * dim, 2 * dim);
+      next.Read(2 * kVecs * kLanes);
       Half32 zipped[kVecs];
       for (int v = 0; v < kVecs; v += 2) {
         const T* at = values + s * dim + v * kLanes;
@@ -121,13 +145,14 @@ inline __attribute__((always_inline)) void Add(const P* p, int stride, const T* 
 
 // Turns kRows rows' scores of a chunk into weights, 0 where a row does not see. decay: the factor on what each has summed.
 template <typename P, int kRows>
-inline __attribute__((always_inline)) void Weigh(Room<P>& room, int tokens, const Visible* seen, const ScoreMaths& maths,
-                                                 float* top, Vec* sum, float* decay) {
+inline __attribute__((always_inline)) void Weigh(float* all_scores, P* all_weights, int stride, int tokens,
+                                                 const Visible* seen, const ScoreMaths& maths, float* top, Vec* sum,
+                                                 float* decay) {
   const Int lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Vec fall = {};
   float largest[kRows];
   for (int r = 0; r < kRows; ++r) {
-    float* scores = room.scores.data() + r * room.stride;
+    float* scores = all_scores + r * stride;
     Vec best = Splat(top[r]);
     for (int s = 0; s < tokens; s += kLanes) {
       Vec score = Load(scores + s) * maths.scale;
@@ -142,8 +167,8 @@ inline __attribute__((always_inline)) void Weigh(Room<P>& room, int tokens, cons
   }
   Vec factors = Exp(fall);
   for (int r = 0; r < kRows; ++r) {
-    const float* scores = room.scores.data() + r * room.stride;
-    P* weights = room.weights.data() + r * room.stride;
+    const float* scores = all_scores + r * stride;
+    P* weights = all_weights + r * stride;
     decay[r] = factors[r];
     // A row that has seen nothing yet has a maximum that masked scores reach too.
     if (seen[r].Empty()) {
@@ -161,10 +186,10 @@ inline __attribute__((always_inline)) void Weigh(Room<P>& room, int tokens, cons
   }
 }
 
-// kRows rows from `row` on over one chunk whose first token is `first`; what is in `next` is read after it.
+// kRows rows from `row` on over one chunk whose first token is `first`; what is in `next` is read meanwhile.
 template <typename T, typename Q, int kRows>
 void AttendTile(const Rows<Q>& rows, int row, const Chunk<T>& chunk, int64_t first, int page_tokens,
-                const ScoreMaths& maths, const Chunk<T>& next, Room<Q>& room) {
+                const ScoreMaths& maths, Ahead<T>& next, Room<Q>& room) {
   const int dim = rows.dim, stride = room.stride, tokens = chunk.pages * page_tokens;
   Visible each[kRows], any = {tokens, 0};
   for (int r = 0; r < kRows; ++r) {
@@ -186,9 +211,7 @@ void AttendTile(const Rows<Q>& rows, int row, const Chunk<T>& chunk, int64_t fir
     for (int s = begin / 4 * 4; s < end;) {
       const T* keys = chunk.keys[page] + s * dim;
       if (s + 4 <= page_tokens) {
-        if (page < next.pages) {
-          Prefetch(next.keys[page] + s * dim, 4 * dim);
-        }
+        next.Read(5 * dim);  // a quarter more than is worked on, as nothing is read while rows are weighed
         Score<T, Q, kRows, 4>(q, keys, dim, scores + s, stride);
         s += 4;
       } else {
@@ -198,7 +221,7 @@ void AttendTile(const Rows<Q>& rows, int row, const Chunk<T>& chunk, int64_t fir
     }
   });
   float decay[kRows];
-  Weigh<Q, kRows>(room, tokens, each, maths, rows.top + row, rows.sum + row, decay);
+  Weigh<Q, kRows>(room.scores.data(), room.weights.data(), stride, tokens, each, maths, rows.top + row, rows.sum + row, decay);
   auto add = [&](auto vecs, int j) __attribute__((always_inline)) {
     constexpr int kVecs = decltype(vecs)::value;
     float* out = rows.out + static_cast<int64_t>(row) * dim + j;
@@ -208,8 +231,7 @@ void AttendTile(const Rows<Q>& rows, int row, const Chunk<T>& chunk, int64_t fir
     }
     for_pages([&](int page, int begin, int end) __attribute__((always_inline)) {
       const T* values = chunk.keys[page] + chunk.value_offset + j;
-      Add<T, Q, kRows, kVecs>(room.weights.data() + page * page_tokens, stride, values, dim, begin, end,
-                              page < next.pages ? next.keys[page] + next.value_offset + j : nullptr, acc);
+      Add<T, Q, kRows, kVecs>(room.weights.data() + page * page_tokens, stride, values, dim, begin, end, next, acc);
     });
     for (int r = 0; r < kRows; ++r) {
       for (int v = 0; v < kVecs; ++v) Store(out + r * dim + v * kLanes, acc[r][v]);
@@ -223,7 +245,7 @@ void AttendTile(const Rows<Q>& rows, int row, const Chunk<T>& chunk, int64_t fir
 
 template <typename T, typename Q>
 void AttendChunk(const Rows<Q>& rows, const Chunk<T>& chunk, int64_t first, int page_tokens, const ScoreMaths& maths,
-                 const Chunk<T>& next, Room<Q>& room) {
+                 Ahead<T>& next, Room<Q>& room) {
   for (int row = 0; row < rows.count; row += kTileRows) {
     auto tile = AttendTile<T, Q, 4>;
     switch (rows.count - row) {
@@ -276,24 +298,31 @@ struct FirstChunk {
   const KvPages<T>* kv;
   int64_t begin, end;
   int head;
-  Chunk<T> Get() const { return kv ? kv->ChunkOf(begin, end, head) : Chunk<T>{}; }
+  // All `heads` heads of it from `head` on.
+  Ahead<T> Memory(int heads) const {
+    Ahead<T> memory;
+    for (int64_t entry = begin; kv && entry < end; ++entry) {
+      const T* keys = kv->Keys(entry, head);
+      memory.Add(keys, heads * kv->head_width);
+      memory.Add(keys + kv->value_offset, heads * kv->head_width);
+    }
+    return memory;
+  }
 };
 
 // Attention of a group over entries [from, to) of its table, for the KV heads from `head` on that `rows` has, each chunk
-// of all of them before the next chunk: what lies together in memory is read together. `after` is read next.
-template <typename T, typename Q>
-void Attend(const std::vector<Rows<Q>>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
-            const ScoreMaths& maths, const FirstChunk<T>& after) {
-  Room<Q> room(kv.page_tokens);
+// of all of them before the next chunk, which is read meanwhile; `after` is read beside the last.
+template <typename T, typename HeadRows, typename Space>
+void Attend(std::vector<HeadRows>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
+            const ScoreMaths& maths, const FirstChunk<T>& after, Space& room) {
   const int heads = rows.size();
   to = std::min(to, kv.table_pages);
   for (int64_t entry = kv.Next(from); entry < to;) {
     int64_t end = kv.ChunkEnd(entry, to), following = kv.Next(end);
     const FirstChunk<T> then = following < to ? FirstChunk<T>{&kv, following, kv.ChunkEnd(following, to), head} : after;
     if (then.kv) then.kv->FindAddresses(then.begin, then.end, then.head, heads);
+    Ahead<T> next = then.Memory(heads);
     for (int i = 0; i < heads; ++i) {
-      bool last = i + 1 == heads;
-      Chunk<T> next = last ? then.Get() : kv.ChunkOf(entry, end, head + i + 1);
       AttendChunk(rows[i], kv.ChunkOf(entry, end, head + i), entry * kv.page_tokens, kv.page_tokens, maths, next, room);
     }
     entry = following;
@@ -305,6 +334,7 @@ template <typename T>
 void AttendPadded(const std::vector<Rows<uint32_t>>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
                   const ScoreMaths& maths) {
   Room<uint32_t> room(kv.page_tokens);
+  Ahead<uint32_t> none;
   const int dim = rows[0].dim;
   const int64_t part = static_cast<int64_t>(kv.page_tokens) * dim;
   std::vector<uint32_t> padded(2 * kChunkPages * part);
@@ -326,7 +356,7 @@ void AttendPadded(const std::vector<Rows<uint32_t>>& rows, const KvPages<T>& kv,
           }
         }
       }
-      AttendChunk(rows[i], here, entry * kv.page_tokens, kv.page_tokens, maths, {}, room);
+      AttendChunk(rows[i], here, entry * kv.page_tokens, kv.page_tokens, maths, none, room);
     }
     entry = kv.Next(end);
   }

@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "attention.h"
 #include "low_rank.h"
+#include "matrix_attention.h"
 #include "threads.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
@@ -289,6 +291,15 @@ struct AttentionTask {
   int64_t n, head, heads, from, to;
 };
 
+// What a task, which may be null, reads first.
+template <typename T>
+FirstChunk<T> FirstOf(const KvPages<T>& kv, const AttentionTask* task) {
+  if (!task) return {};
+  int64_t first = kv.Next(task->from);
+  if (first >= task->to) return {};
+  return {&kv, first, kv.ChunkEnd(first, task->to), static_cast<int>(task->head)};
+}
+
 // Runs a task; `then`, which may be null, is run next. Q is the raw type that queries and weights are kept in.
 template <typename T, typename X, typename Q>
 void AttendHeads(const AttentionCall& call, const T* pages, const X* q, const AttentionTask& task,
@@ -309,19 +320,11 @@ void AttendHeads(const AttentionCall& call, const T* pages, const X* q, const At
                     call.top + first, h.sums.data()});
   }
   KvPages<T> kv = PagesOf(call, pages, n), kv_then = PagesOf(call, pages, then ? then->n : n);
-  FirstChunk<T> after{};
-  if (then) {
-    int64_t first = kv_then.Next(then->from);
-    if (first < then->to) after = {&kv_then, first, kv_then.ChunkEnd(first, then->to), static_cast<int>(then->head)};
-  }
-  if constexpr (sizeof(Q) == 4) {
-    if (padded == dim) {
-      Attend(rows, kv, head, from, to, call.maths, after);
-    } else {
-      AttendPadded(rows, kv, head, from, to, call.maths);
-    }
-  } else {
-    Attend(rows, kv, head, from, to, call.maths, after);
+  if (padded == dim) {
+    Room<Q> room(call.page_tokens);
+    Attend(rows, kv, head, from, to, call.maths, FirstOf(kv_then, then), room);
+  } else if constexpr (sizeof(Q) == 4) {
+    AttendPadded(rows, kv, head, from, to, call.maths);
   }
   for (int64_t i = 0; i < heads_of_task; ++i) {
     int64_t first = (n * call.heads + head + i) * count;
@@ -337,6 +340,27 @@ void AttendHeads(const AttentionCall& call, const T* pages, const X* q, const At
     }
   }
 }
+
+#ifdef __AMX_BF16__
+
+// The same on the matrix unit, which is set up for it.
+void AttendOnTiles(const AttentionCall& call, const uint16_t* pages, const uint16_t* q, const AttentionTask& task,
+                   const AttentionTask* then) {
+  const int64_t of_head = call.count * call.dim, first = task.n * call.heads + task.head;
+  std::vector<int64_t> positions(call.count);
+  for (int64_t r = 0; r < call.count; ++r) {
+    positions[r] = call.positions[task.n * call.queries + r / (call.count / call.queries)];
+  }
+  std::vector<TileRows> rows;
+  rows.reserve(task.heads);
+  for (int64_t i = first; i < first + task.heads; ++i) rows.emplace_back(q + i * of_head, call.count, call.dim, positions);
+  KvPages<uint16_t> kv = PagesOf(call, pages, task.n), kv_then = PagesOf(call, pages, then ? then->n : task.n);
+  TileRoom room(RowsOfTiles(call.count), call.dim, call.page_tokens);
+  Attend(rows, kv, task.head, task.from, task.to, call.maths, FirstOf(kv_then, then), room);
+  for (int64_t i = 0; i < task.heads; ++i) rows[i].Give(call.out, call.top, call.sum, first + i);
+}
+
+#endif
 
 ffi::Error AttentionImpl(ffi::ThreadPool pool, Any q, Any pages, I32 layer, I32 tables, I32 positions, I32 window,
                          ffi::Result<F32> out, ffi::Result<F32> top, ffi::Result<F32> sum, float scale, float cap,
@@ -369,7 +393,17 @@ ffi::Error AttentionImpl(ffi::ThreadPool pool, Any q, Any pages, I32 layer, I32 
     if constexpr (kPairs<T, X>) {
       if (call.dim % (2 * kLanes) == 0) attend = AttendHeads<T, X, X>;
     }
+    [[maybe_unused]] bool on_tiles = false;
+#ifdef __AMX_BF16__
+    if constexpr (kPairs<T, X>) {
+      if ((on_tiles = AttendsOnMatrixUnit(call.count, call.dim, page_tokens))) attend = AttendOnTiles;
+    }
+#endif
     Parallel(pool.num_threads(), costs, [&](int begin, int end) {
+#ifdef __AMX_BF16__
+      std::optional<AttentionTiles> tiles;
+      if (on_tiles) tiles.emplace(RowsOfTiles(call.count));
+#endif
       for (int i = begin; i < end; ++i) {
         attend(call, of_layer, Numbers<X>(q), tasks[i], i + 1 < end ? &tasks[i + 1] : nullptr);
       }
