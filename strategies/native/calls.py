@@ -15,9 +15,12 @@ from jax.sharding import PartitionSpec
 
 from memory_pool.layout import PageLayout
 from memory_pool.raw import from_raw, raw_dtype, to_raw
+from strategies import paged_attention
 from strategies.lanes import AttentionLane, Stripe
 from strategies.low_rank import CHUNK_ROWS, fill
 from strategies.paged_attention import HeadMaths, Partial
+
+_TILE_SIDE, _TILE_INPUTS = 16, 32
 
 
 def shrink(
@@ -142,7 +145,10 @@ def partial_attention(
     *,
     layout: PageLayout,
 ) -> Partial:
-    """As strategies.paged_attention.partial_attention; weights are not rounded to the dtype of the values.
+    """As strategies.paged_attention.partial_attention.
+
+    Weights are rounded to bfloat16 where queries and pages are bfloat16 and heads whole vectors; else not at all. On a
+    processor with a matrix unit for bfloat16 it multiplies groups of more than four rows a head.
 
     Cost:
         Reads each page that a group sees once.
@@ -165,6 +171,22 @@ def partial_attention(
             page_tokens=np.int32(layout.page_tokens),
         )
     )
+
+
+def block_attention(
+    q_NKSH: jax.Array,
+    pages_LPW: jax.Array,
+    layer: jax.Array,
+    lane: AttentionLane,
+    maths: HeadMaths,
+    *,
+    layout: PageLayout,
+) -> Partial:
+    """As strategies.paged_attention.partial_attention, for many rows a head: by XLA where the unit cannot serve."""
+    fits = q_NKSH.dtype == jnp.bfloat16 and pages_LPW.dtype == jnp.uint16
+    fits &= q_NKSH.shape[-1] % _TILE_INPUTS == 0 and layout.page_tokens % _TILE_SIDE == 0
+    attend = partial_attention if fits else paged_attention.partial_attention
+    return attend(q_NKSH, pages_LPW, layer, lane, maths, layout=layout)
 
 
 def products(x_TI: jax.Array, tiles: Sequence[jax.Array], layer: jax.Array) -> tuple[jax.Array, ...]:

@@ -220,7 +220,10 @@ def equal_partials(got: Any, want: Any, dtype: str) -> None:
 
 @PLACES
 @DTYPES
-@pytest.mark.parametrize(("page_tokens", "head_dim", "queries"), [(16, 64, 1), (2, 24, 5), (32, 80, 16)])
+@pytest.mark.parametrize(
+    ("page_tokens", "head_dim", "queries"),
+    [(16, 64, 1), (2, 24, 5), (32, 80, 16), (16, 64, 16), (32, 128, 2), (16, 96, 3)],
+)
 @pytest.mark.parametrize(("window", "cap"), [(NO_WINDOW, None), (37, 5.0)])
 @kernels("attention")
 def test_attention_kernel_equals_xla(
@@ -252,9 +255,10 @@ def test_attention_kernel_takes_a_window_that_is_a_number(kernel: Kernel, field:
     equal_partials(got, case.attend(XLA.attention.call, window=50), "float32")
 
 
+@pytest.mark.parametrize("queries", [1, 3, 16])
 @kernels("attention")
-def test_attention_kernel_group_is_bit_equal_in_any_company(kernel: Kernel, field: str) -> None:
-    case = attention_case("bfloat16", 16, 64, 1)
+def test_attention_kernel_group_is_bit_equal_in_any_company(kernel: Kernel, field: str, queries: int) -> None:
+    case = attention_case("bfloat16", 16, 64, queries)
     q, pages, lane = case.operands
     alone = AttentionCase(
         case.layout, (q[2:3], pages, lane._replace(tables=lane.tables[2:3], positions=lane.positions[2:3]))
