@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from strategies.planner.joint import Waiting
-from strategies.planner.problem import Plan, PlanProblem, evaluate
+from strategies.planner.problem import RESOURCES, Plan, PlanProblem, evaluate
 
 _MICRO = 1e6
 
@@ -71,13 +71,22 @@ class Explanation:
         state = "has tokens in the coming steps" if self.active else "is idle"
         lines = [f"adapter {self.row} {state}; {self.free_bytes:,} bytes of device memory are free"]
         lines += [option.as_text() for option in self.options]
-        lines += [f"{name} takes {seconds * _MICRO:.1f} us, bound by {bound}" for name, seconds, bound in self.phases]
+        for name, seconds, bound in self.phases:
+            lines.append(f"{name} takes {seconds * _MICRO:.1f} us, bound by {_in_words(bound)}")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         phases = [{"phase": name, "seconds": seconds, "bound_by": bound} for name, seconds, bound in self.phases]
         return {**dataclasses.asdict(self), "options": [dataclasses.asdict(o) for o in self.options], "phases": phases}
+
+
+def _in_words(bound: str) -> str:
+    names, _, device = bound.partition("@")
+    parts = names.split("+")
+    if set(parts) == set(RESOURCES):
+        return "the machine as a whole: device, pool and link are one here"
+    return " and ".join(part.replace("_", " ") for part in parts) + (f" of pool device {device}" if device else "")
 
 
 def explain(problem: PlanProblem, plan: Plan, row: int, *, waiting: Waiting | None = None) -> Explanation:

@@ -8,7 +8,7 @@ import pytest
 
 from strategies.planner.explain import explain
 from strategies.planner.joint import JointPlanner
-from strategies.planner.problem import evaluate
+from strategies.planner.problem import RESOURCES, evaluate
 from tests.strategies.planner.test_joint import FETCH, RESIDENT, rotating_problem
 
 
@@ -39,7 +39,7 @@ def test_explain_text_and_json_say_the_same():
     assert "resident: the step would take 1000000.00 us less; 10 bytes on the device; waits until it pays: " in text
     assert "fetch (serves it): 0 bytes on the device" in text
     assert "split: the step would take 1000000.00 us longer; 0 bytes on the device; not allowed for it" in text
-    assert "phase0 takes 1000000.0 us, bound by device_memory" in text
+    assert "phase0 takes 1000000.0 us, bound by device memory" in text
     values = json.loads(json.dumps(reasons.as_json()))
     assert values["options"][3]["hindrance"] == "not allowed for it"
     assert values["phases"][0] == {"phase": "phase0", "seconds": 1.0, "bound_by": "device_memory"}
@@ -50,3 +50,12 @@ def test_explain_unknown_row_is_refused():
     plan = evaluate(problem, np.full(8, FETCH), "local", 1.0)
     with pytest.raises(IndexError, match="row 8 is not an adapter of the problem: it has 8"):
         explain(problem, plan, 8)
+
+
+def test_explain_a_resource_that_all_share_is_named_in_words():
+    problem = rotating_problem([0], np.full(8, FETCH))
+    shared = dataclasses.replace(problem, groups=(RESOURCES,))
+    text = explain(shared, evaluate(shared, np.full(8, FETCH), "local", 1.0), 0).as_text()
+    assert "bound by the machine as a whole: device, pool and link are one here" in text
+    text = explain(problem, evaluate(problem, np.full(8, FETCH), "distributed", 0.0), 0).as_text()
+    assert "+" not in text
