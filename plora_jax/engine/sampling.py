@@ -10,8 +10,8 @@ which no order of addition can change: neither the place in the batch nor its si
 
 XLA's sort over a vocabulary is slow on the CPU and is not used. The cut of top_k and top_p is looked for among the
 `CANDIDATES` best tokens (`lax.top_k`), and where a row's cut lies deeper, by bisection over the ordered integer form of
-float32. Both find the same cut. 32 rows of 49,152 logits on two CPU cores: 1.6 ms greedy, 5.5 to draw from all tokens,
-14 with cuts among the candidates, 34 with a deeper one, 58 with every option at once.
+float32. Both find the same cut. 32 rows of 49,152 logits on two CPU cores, XLA alone: 1.6 ms greedy, 5.5 to draw from
+all tokens, 14 with cuts among the candidates, 34 with a deeper one, 58 with every option at once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from jax import lax
 
 from plora_jax.engine.params import MAX_LOGPROBS
 from plora_jax.engine.sampling_batch import Array, SamplingBatch, make_sampling_batch
+from strategies.rowwise import first_best, ordered
 
 __all__ = ["CANDIDATES", "SampledRows", "SamplingBatch", "make_sampling_batch", "sample", "token_logprobs"]
 
@@ -62,7 +63,7 @@ def sample(logits_BV: jax.Array, batch: SamplingBatch) -> SampledRows:
     """
     rows = logits_BV.shape[0]
     shaped = batch.any_random | batch.any_bias | batch.any_penalty
-    token_ids = lax.cond(shaped, lambda x: _sample_shaped(x, batch), _first_best, logits_BV)
+    token_ids = lax.cond(shaped, lambda x: _sample_shaped(x, batch), first_best, logits_BV)
     scored = lax.cond(
         batch.any_logprobs,
         lambda x: token_logprobs(x, token_ids),
@@ -107,7 +108,7 @@ def _sample_shaped(logits_BV: jax.Array, batch: SamplingBatch) -> jax.Array:
         batch.any_bias | batch.any_penalty, lambda x: _penalised(_biased(x, batch), batch), lambda x: x, logits_BV
     )
     x_BV = _without_nan(x_BV)
-    return lax.cond(batch.any_random, lambda x: _drawn(x, batch), _first_best, x_BV)
+    return lax.cond(batch.any_random, lambda x: _drawn(x, batch), first_best, x_BV)
 
 
 def _biased(x_BV: jax.Array, batch: SamplingBatch) -> jax.Array:
@@ -152,7 +153,7 @@ def _drawn(x_BV: jax.Array, batch: SamplingBatch) -> jax.Array:
     # The best is subtracted first, so that a small temperature cannot make infinities of two tokens.
     scaled_BV = (x_BV - _finite_max(x_BV)) / jnp.where(random_B1, batch.temperature[:, None], 1.0)
     noisy_BV = jnp.where(x_BV >= floor_B[:, None], scaled_BV + _gumbel(batch, x_BV.shape[1]), -jnp.inf)
-    return _first_best(jnp.where(random_B1, noisy_BV, x_BV))
+    return first_best(jnp.where(random_B1, noisy_BV, x_BV))
 
 
 def _gumbel(batch: SamplingBatch, vocab: int) -> jax.Array:
@@ -186,9 +187,9 @@ def _floors(x_BV: jax.Array, batch: SamplingBatch) -> jax.Array:
     vocab = x_BV.shape[1]
     best_B1 = _finite_max(x_BV)
     temperature_B1 = jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
-    keys_BV = _ordered(x_BV)
+    keys_BV = ordered(x_BV)
     top_BC, ids_BC = lax.top_k(x_BV, min(CANDIDATES, vocab))
-    top_keys_BC = _ordered(top_BC)
+    top_keys_BC = ordered(top_BC)
 
     cuts_k_B = (batch.top_k > 0) & (batch.top_k < vocab)
     one = jnp.ones((), jnp.int32)
@@ -259,24 +260,10 @@ def _threshold(
     return lax.cond(jnp.all(among_B), lambda: top_B, bisect)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
-    """float32 as int32 in the same order, both zeros alike; NaN is below all numbers."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    keys = jnp.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-    return jnp.where(jnp.isnan(x), jnp.iinfo(jnp.int32).min, keys)
-
-
 def _unordered(keys: jax.Array) -> jax.Array:
     """The float32 of an ordered key."""
     magnitude = lax.bitcast_convert_type(jnp.abs(keys), jnp.float32)
     return jnp.where(keys < 0, -magnitude, magnitude)
-
-
-def _first_best(x_BV: jax.Array) -> jax.Array:
-    """Index i32[B] of the largest entry, of equal ones the first: argmax in two passes that vectorise."""
-    keys_BV = _ordered(x_BV)
-    index_BV = lax.broadcasted_iota(jnp.int32, x_BV.shape, 1)
-    return jnp.min(jnp.where(keys_BV == jnp.max(keys_BV, axis=1, keepdims=True), index_BV, x_BV.shape[1]), axis=1)
 
 
 def _without_nan(x: jax.Array) -> jax.Array:

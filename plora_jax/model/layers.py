@@ -21,6 +21,7 @@ from plora_jax.model.rope import rotate
 from plora_jax.parallel import ROW_PARALLEL, TensorParallel
 from strategies.products import PackedWeights, products
 from strategies.quantized import QuantizedWeights, largest_magnitude
+from strategies.rowwise import gated
 
 
 class LayerConstants(NamedTuple):
@@ -81,10 +82,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
     if config.norm_offset:
         return (x32 * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
     return x32.astype(x.dtype) * weight.astype(x.dtype)
-
-
-def activate(x: jax.Array, kind: str) -> jax.Array:
-    return nnx.silu(x) if kind == "silu" else nnx.gelu(x, approximate=True)
 
 
 class DecoderLayer(nnx.Module):
@@ -166,8 +163,7 @@ class DecoderLayer(nnx.Module):
     def _mlp(self, x: jax.Array, context: Context, layer: LayerConstants) -> jax.Array:
         gate, up = self._project(x, ("gate_proj", "up_proj"), context, layer)
         with jax.named_scope(scopes.ACTIVATION):
-            # In float32 and rounded once: XLA on the CPU otherwise rounds after each operation, three times as slow.
-            active = activate(gate.astype(jnp.float32), self.config.activation).astype(x.dtype) * up
+            active = gated(gate, up, self.config.activation)
         (out,) = self._project(active, ("down_proj",), context, layer)
         return out
 

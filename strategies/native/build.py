@@ -29,6 +29,8 @@ _TARGETS = (
     "plora_partial_attention",
     "plora_products",
     "plora_int8_products",
+    "plora_gated",
+    "plora_first_best",
 )
 _BUILD_LIMIT_S = 300
 
