@@ -55,6 +55,18 @@ class ProfileConfig:
 NO_PROFILE = ProfileConfig()
 
 
+def make_directory(directory: str | pathlib.Path) -> None:
+    """Makes the directory of traces where it is missing.
+
+    Raises:
+        StartError: it cannot be made.
+    """
+    try:
+        pathlib.Path(directory).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"--profile_dir {str(directory)!r} cannot be made: {error}") from error
+
+
 class StepProfiler:
     """Traces steps of an engine; give it to `JaxExecutor.on_step`.
 
@@ -81,10 +93,7 @@ class StepProfiler:
         self._directory, self._left = pathlib.Path(directory).expanduser(), steps
         self._wanted, self._take, self._on_done = wanted, take, on_done
         self._running = self._done = False
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StartError(f"--profile_dir {str(directory)!r} cannot be made: {error}") from error
+        make_directory(directory)
 
     def __call__(self, plan: StepPlan) -> None:
         """Takes note of a step that is about to be carried out, in the thread that steps."""

@@ -37,7 +37,7 @@ class Replay(NamedTuple):
 
     Attributes:
         arrivals: in order, times from the first.
-        dropped: requests of the part that is replayed which the context does not hold.
+        dropped: requests of the part that is replayed which the context does not hold, or without a token.
     """
 
     arrivals: Sequence[Arrival]
@@ -60,12 +60,14 @@ def read_trace(path: str) -> list[Arrival]:
             (datetime.datetime.fromisoformat(row[COLUMNS[0]]), *(int(row[name]) for name in COLUMNS[1:]))
             for row in rows
         ]
-    except (KeyError, ValueError, TypeError) as error:
+    except KeyError as error:
+        raise StartError(f"--trace {path!r} has no column {error}: it must be CSV with {', '.join(COLUMNS)}") from error
+    except (ValueError, TypeError) as error:
         raise StartError(f"--trace {path!r} is not CSV with the columns {', '.join(COLUMNS)}: {error}") from error
     if not found:
         raise StartError(f"--trace {path!r} has no requests")
     found.sort(key=lambda entry: entry[0])
-    return [Arrival((at - found[0][0]).total_seconds(), max(prompt, 1), max(new, 1)) for at, prompt, new in found]
+    return [Arrival((at - found[0][0]).total_seconds(), prompt, new) for at, prompt, new in found]
 
 
 def replay(trace: Sequence[Arrival], *, scale: float, minutes: float | None, max_tokens: int | None) -> Replay:
@@ -80,6 +82,11 @@ def replay(trace: Sequence[Arrival], *, scale: float, minutes: float | None, max
     kept = [a for i, a in enumerate(trace) if math.floor((i + 1) * scale) > math.floor(i * scale)]
     if minutes is not None:
         kept = [a for a in kept if a.at_s < 60 * minutes]
-    fitting = [a for a in kept if max_tokens is None or a.prompt_tokens + a.new_tokens <= max_tokens]
+    fitting = [
+        a
+        for a in kept
+        if min(a.prompt_tokens, a.new_tokens) > 0
+        and (max_tokens is None or a.prompt_tokens + a.new_tokens <= max_tokens)
+    ]
     first_s = fitting[0].at_s if fitting else 0.0
     return Replay([a._replace(at_s=a.at_s - first_s) for a in fitting], len(kept) - len(fitting))

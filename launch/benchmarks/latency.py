@@ -41,7 +41,7 @@ from launch.benchmarks.measurement import run_figures
 from launch.benchmarks.report import System
 from launch.console import StageLog
 from launch.flags import StartError
-from launch.profiling import ProfileConfig, keep_names_in_programs
+from launch.profiling import ProfileConfig, keep_names_in_programs, make_directory
 from plora_jax.engine.build import Deployment, EngineConfig
 from plora_jax.engine.compile import counter
 from plora_jax.engine.errors import EngineDeadError, GenerationFailedError
@@ -89,6 +89,8 @@ def run_latency(
     case.validate()
     if problems := profile.problems():
         raise StartError("; ".join(problems))
+    if profile.profile_dir is not None:
+        make_directory(profile.profile_dir)
     traces = case.breakdown or profile.profile_dir is not None
     if traces:
         keep_names_in_programs()

@@ -74,6 +74,7 @@ class LatencyCase:
             problems.append(f"--output_json {self.output_json!r} is in a directory that does not exist: make it first")
         if problems:
             raise StartError("; ".join(problems))
+        self.requests().validate()
 
     def requests(self, point: LatencyPoint | None = None) -> ThroughputCase:
         """The requests of a point in the words of the throughput benchmark; those of the largest without one."""

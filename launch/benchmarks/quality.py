@@ -110,6 +110,8 @@ def measure_quality(case: QualityCase, *, log: StageLog) -> list[Quality]:
             f"--windows {case.windows} and --window_tokens {case.window_tokens} leave nothing to predict: at least 1 "
             "and 2 are needed"
         )
+    if case.output_json is not None and not pathlib.Path(case.output_json).expanduser().parent.is_dir():
+        raise StartError(f"--output_json {case.output_json!r} is in a directory that does not exist: make it first")
     try:
         config = load_config(case.model)
         problems = {quantization_problem(config, quantization) for _, quantization in precisions} - {None}
@@ -172,7 +174,11 @@ def as_text(case: QualityCase, found: list[Quality], *, command: str) -> str:
 
 
 def _windows(case: QualityCase) -> np.ndarray:
-    text = (TEXT if case.text is None else pathlib.Path(case.text).expanduser()).read_text(encoding="utf-8")
+    path = TEXT if case.text is None else pathlib.Path(case.text).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"--text {str(path)!r} cannot be read: {error}") from error
     ids = load_tokenizer(find_model(case.model)).encode(text)
     count = min(case.windows, len(ids) // case.window_tokens)
     if count == 0:

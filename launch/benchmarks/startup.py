@@ -33,6 +33,7 @@ from rich.console import Console
 
 from launch import flags
 from launch.benchmarks.machine import describe_machine, describe_software
+from launch.benchmarks.startup_probe import REFUSED
 from launch.console import StageLog, in_bytes
 from launch.flags import StartError
 from plora_jax.engine.build import EngineConfig
@@ -241,6 +242,8 @@ def _start(engine: EngineConfig, cache: str, case: StartupCase, *, log: StageLog
     except subprocess.TimeoutExpired as error:
         raise StartError(f"a start took more than {case.timeout_s:g} s: raise --timeout_s") from error
     if done.returncode:
+        if (last := done.stderr.strip().rpartition("\n")[2]).startswith(REFUSED):
+            raise StartError(last.removeprefix(REFUSED))
         raise StartError(f"a start failed: {' | '.join(done.stderr.strip().splitlines()[-3:])}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
     log.say(words, f"{found['first token']:.2f} s to the first token")

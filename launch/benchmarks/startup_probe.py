@@ -12,6 +12,9 @@ import json
 import sys
 import time
 
+REFUSED = "refused: "
+"""Before what a start says that cannot be."""
+
 
 def main() -> None:
     started_s, options = float(sys.argv[1]), json.loads(sys.argv[2])
@@ -21,6 +24,7 @@ def main() -> None:
 
     import launch.serve  # noqa: F401
     from launch.console import StageLog
+    from launch.flags import StartError
     from launch.startup import shipped_adapters, start_engine
     from plora_jax.engine.build import EngineConfig
     from plora_jax.engine.params import SamplingParams
@@ -44,7 +48,10 @@ def main() -> None:
 
     marks["imports"] = time.monotonic() - started_s
     config = EngineConfig(**options)
-    deployment = start_engine(config, {}, log=Clock(), shipped=shipped_adapters(config))
+    try:
+        deployment = start_engine(config, {}, log=Clock(), shipped=shipped_adapters(config))
+    except StartError as error:
+        sys.exit(f"{REFUSED}{error}")
     marks["ready"] = time.monotonic() - started_s
     generation = deployment.engine.submit([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     for _ in generation:

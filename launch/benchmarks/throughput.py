@@ -278,5 +278,5 @@ def _replay_in_words(case: ThroughputCase, sent: Replay) -> str:
     return (
         f"trace {pathlib.Path(case.trace or '').name}, {part}, {case.trace_scale:g} of its requests: "
         f"{len(sent.arrivals)} requests of {tokens[0]} prompt + {tokens[1]} new tokens in all, sent over "
-        f"{sent.arrivals[-1].at_s:.0f} s, {sent.dropped} dropped that the context does not hold"
+        f"{sent.arrivals[-1].at_s:.0f} s, {sent.dropped} dropped that the context does not hold or that have no token"
     )

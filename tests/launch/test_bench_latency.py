@@ -113,6 +113,7 @@ def test_decode_step_counts_only_gaps_in_which_all_decode():
         ({"batches": "8,0"}, "--batches '8,0' must be whole numbers of 1 or more with commas, such as 1,32"),
         ({"adapters": "x"}, "--adapters 'x' must be whole numbers of 0 or more with commas, such as 0,32"),
         ({"new_tokens": 2, "runs": 0}, "--new_tokens must be at least 8, got 2; --runs must be at least 1, got 0"),
+        ({"adapter_ranks": "8,0"}, "--adapter_ranks '8,0' must be whole numbers above 0 with commas, such as 8,16"),
         ({"output_json": "/nowhere/x.json"}, "--output_json '/nowhere/x.json' is in a directory that does not exist"),
     ],
 )
@@ -120,3 +121,15 @@ def test_case_that_cannot_be_measured_is_refused(options, says):
     with pytest.raises(StartError) as caught:
         LatencyCase(**options).validate()
     assert says in str(caught.value)
+
+
+def test_profile_dir_that_cannot_be_made_is_refused_before_anything_is_loaded():
+    profile = ProfileConfig(profile_dir="/proc/x")
+    with pytest.raises(StartError, match="--profile_dir '/proc/x' cannot be made: "):
+        run_latency(
+            LatencyCase(),
+            small_config(model="/nowhere"),
+            profile=profile,
+            command="",
+            log=StageLog(Console(quiet=True)),
+        )

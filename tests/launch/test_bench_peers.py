@@ -163,6 +163,7 @@ def test_median_of_runs_is_the_figure():
         ({"dtype": "int4"}, "--dtype 'int4' must be bfloat16 or float32"),
         ({"runs": 0, "threads": 0}, "--runs must be at least 1, got 0; --threads must be at least 1, got 0"),
         ({"output_json": "/nowhere/x.json"}, "--output_json '/nowhere/x.json' is in a directory that does not exist"),
+        ({"peft_python": "/no/python"}, "--peft_python '/no/python' is not a program that can be run: give the path"),
         ({"model": "/nowhere"}, "/nowhere does not exist"),
     ],
 )

@@ -48,7 +48,8 @@ def test_parse_precisions_puts_float32_first_and_takes_each_once():
         ({"precisions": "bfloat16+int4"}, "--precisions 'bfloat16+int4': choose of float32"),
         ({"windows": 0}, "--windows 0 and --window_tokens 32 leave nothing to predict: at least 1 and 2 are needed"),
         ({"window_tokens": 10**6}, "tokens, fewer than --window_tokens 1000000: lower it"),
-        ({"text": "/nowhere"}, "/nowhere"),
+        ({"text": "/nowhere"}, "--text '/nowhere' cannot be read: "),
+        ({"output_json": "/nowhere/x.json"}, "--output_json '/nowhere/x.json' is in a directory that does not exist"),
         ({"model": str(PACK / "models" / "mixtral")}, "--quantization int8 does not cover routed experts"),
     ],
 )

@@ -108,6 +108,10 @@ class PeersConfig:
             for name, bound in least.items()
             if (value := getattr(self, name)) is not None and value < bound
         ]
+        for name in ("peft_python", "vllm_python", "openvino_python", "llama_server"):
+            path = getattr(self, name)
+            if path is not None and shutil.which(os.path.expanduser(path)) is None:
+                problems.append(f"--{name} {path!r} is not a program that can be run: give the path of one")
         if self.output_json is not None and not pathlib.Path(self.output_json).expanduser().parent.is_dir():
             problems.append(f"--output_json {self.output_json!r} is in a directory that does not exist: make it first")
         if problems:

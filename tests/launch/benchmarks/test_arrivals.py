@@ -14,7 +14,7 @@ LINES = [
     "TIMESTAMP,ContextTokens,GeneratedTokens",
     "2023-11-16 18:15:50.9951690,396,109",
     "2023-11-16 18:15:46.6805900,374,44",
-    "2023-11-16 18:17:46.6805900,8,0",
+    "2023-11-16 18:17:46.6805900,8,1",
 ]
 
 
@@ -37,6 +37,12 @@ def test_replay_drops_what_the_context_does_not_hold_and_counts_it(trace):
     assert replay(trace, scale=1.0, minutes=1.0, max_tokens=None).arrivals == trace[:2]
     late = replay(trace, scale=1.0, minutes=None, max_tokens=100)
     assert (late.arrivals, late.dropped) == ([Arrival(0.0, 8, 1)], 2)
+
+
+def test_replay_drops_requests_without_a_token_and_counts_them():
+    trace = [Arrival(0.0, 5, 0), Arrival(1.0, 0, 5), Arrival(2.0, 5, 5)]
+    sent = replay(trace, scale=1.0, minutes=None, max_tokens=None)
+    assert (sent.arrivals, sent.dropped) == ([Arrival(0.0, 5, 5)], 2)
 
 
 @pytest.mark.parametrize(("scale", "count"), [(1.0, 1000), (0.5, 500), (0.02, 20), (0.0151, 15)])
@@ -62,7 +68,7 @@ def test_jobs_of_a_trace_warm_up_at_once_and_then_keep_its_times():
     ("text", "says"),
     [
         (None, "cannot be read: "),
-        ("a,b\n1,2\n", "is not CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens"),
+        ("a,b\n1,2\n", "has no column 'TIMESTAMP': it must be CSV with TIMESTAMP, ContextTokens, GeneratedTokens"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,2,3\n", "is not CSV with the columns"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
     ],
