@@ -10,6 +10,7 @@ from typing import Any
 
 from launch.benchmarks.arrivals import Arrival
 from launch.benchmarks.measurement import Job
+from launch.benchmarks.output import output_problems
 from launch.benchmarks.synthetic import ALL_LINEAR
 from launch.flags import StartError
 
@@ -116,8 +117,7 @@ class ThroughputCase:
             problems.append(
                 f"--adapter_ranks {self.adapter_ranks!r} must be whole numbers above 0 with commas, such as 8,16"
             )
-        if self.output_json is not None and not pathlib.Path(self.output_json).expanduser().parent.is_dir():
-            problems.append(f"--output_json {self.output_json!r} is in a directory that does not exist: make it first")
+        problems += output_problems(self.output_json)
         problems += self._trace_problems() + self._contradictions()
         if problems:
             raise StartError("; ".join(problems))

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
-import pathlib
 import shlex
 import sys
 
@@ -38,6 +36,7 @@ from launch.benchmarks.latency_traces import jobs_of_point, traced
 from launch.benchmarks.machine import describe_machine, describe_software
 from launch.benchmarks.machine_rates import measure_rates
 from launch.benchmarks.measurement import run_figures
+from launch.benchmarks.output import write_json
 from launch.benchmarks.report import System
 from launch.console import StageLog
 from launch.flags import StartError
@@ -63,11 +62,7 @@ def main() -> int:
     command = shlex.join(["python", "-m", "launch.bench", "latency", *sys.argv[1:]])
     report = run_latency(case, engine, profile=profile, command=command, log=StageLog(Console(stderr=True)))
     print(report.as_text())
-    if case.output_json is not None:
-        try:
-            pathlib.Path(case.output_json).expanduser().write_text(json.dumps(report.as_json(), indent=2) + "\n")
-        except OSError as error:
-            raise StartError(f"--output_json {case.output_json!r} cannot be written: {error}") from error
+    write_json(case.output_json, report.as_json())
     return 0
 
 

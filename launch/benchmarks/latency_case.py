@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pathlib
 from typing import NamedTuple
 
 from launch.benchmarks.case import ThroughputCase, split_names
+from launch.benchmarks.output import output_problems
 from launch.benchmarks.synthetic import ALL_LINEAR
 from launch.flags import StartError
 
@@ -70,8 +70,7 @@ class LatencyCase:
             for name, bound in least.items()
             if (value := getattr(self, name)) < bound
         ]
-        if self.output_json is not None and not pathlib.Path(self.output_json).expanduser().parent.is_dir():
-            problems.append(f"--output_json {self.output_json!r} is in a directory that does not exist: make it first")
+        problems += output_problems(self.output_json)
         if problems:
             raise StartError("; ".join(problems))
         self.requests().validate()

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
-import pathlib
 import shlex
 import sys
 
@@ -31,6 +29,7 @@ from launch.benchmarks.engine_client import EngineTarget, targets_of
 from launch.benchmarks.latency_report import decode_step_s
 from launch.benchmarks.machine import describe_machine, describe_software, resident_bytes
 from launch.benchmarks.memory_report import MemoryPoint, MemoryReport
+from launch.benchmarks.output import output_problems, write_json
 from launch.benchmarks.synthetic import ALL_LINEAR, synthetic_adapter
 from launch.console import StageLog
 from launch.flags import StartError
@@ -84,8 +83,7 @@ class MemoryCase:
             for name, bound in least.items()
             if (value := getattr(self, name)) < bound
         ]
-        if self.output_json is not None and not pathlib.Path(self.output_json).expanduser().parent.is_dir():
-            problems.append(f"--output_json {self.output_json!r} is in a directory that does not exist: make it first")
+        problems += output_problems(self.output_json)
         if problems:
             raise StartError("; ".join(problems))
 
@@ -117,11 +115,7 @@ def main() -> int:
     command = shlex.join(["python", "-m", "launch.bench", "memory", *sys.argv[1:]])
     report = run_memory(case, engine, command=command, log=StageLog(Console(stderr=True)))
     print(report.as_text())
-    if case.output_json is not None:
-        try:
-            pathlib.Path(case.output_json).expanduser().write_text(json.dumps(report.as_json(), indent=2) + "\n")
-        except OSError as error:
-            raise StartError(f"--output_json {case.output_json!r} cannot be written: {error}") from error
+    write_json(case.output_json, report.as_json())
     return 0
 
 

@@ -21,8 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import json
-import pathlib
 import shlex
 import sys
 from collections.abc import Iterator
@@ -33,6 +31,7 @@ from rich.console import Console
 from launch import flags
 from launch.benchmarks.engine_client import EngineTarget
 from launch.benchmarks.machine import describe_machine, describe_software, memory_bytes
+from launch.benchmarks.output import write_json
 from launch.benchmarks.policies_case import AUTO, FAR, PoliciesCase
 from launch.benchmarks.policies_figures import RunFigures, run_figures
 from launch.benchmarks.policies_report import Measured, PoliciesReport
@@ -210,9 +209,7 @@ def main() -> int:
     command = shlex.join(["python", "-m", "launch.bench", "policies", *sys.argv[1:]])
     report = run_policies(case, engine, command=command, log=StageLog(Console(stderr=True)))
     print(report.as_text())
-    if case.output_json is not None:
-        path = pathlib.Path(case.output_json).expanduser()
-        path.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    write_json(case.output_json, report.as_json())
     return 0
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 import numpy as np
 
 from launch.benchmarks.case import split_names
+from launch.benchmarks.output import output_problems
 from launch.benchmarks.policies_traffic import KINDS
 from launch.benchmarks.synthetic import needed_adapter_mb
 from launch.console import in_bytes
@@ -131,8 +131,7 @@ class PoliciesCase:
             problems.append(f"--far_hardware: {error}")
         if not self.skew > 0:
             problems.append(f"--skew must be above 0, got {self.skew}")
-        if self.output_json is not None and not pathlib.Path(self.output_json).expanduser().parent.is_dir():
-            problems.append(f"--output_json {self.output_json!r} is in a directory that does not exist: make it first")
+        problems += output_problems(self.output_json)
         if problems:
             raise StartError("; ".join(problems))
 

@@ -14,7 +14,6 @@ Wonderland, which is in the public domain. Progress goes to standard error, the 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
 import shlex
@@ -28,6 +27,7 @@ from rich.console import Console
 
 from launch import flags
 from launch.benchmarks.machine import describe_machine, describe_software
+from launch.benchmarks.output import output_problems, write_json
 from launch.console import StageLog
 from launch.flags import StartError
 from plora_jax.checkpoints import DEFAULT_MODEL, LoadedModel, find_model, load_config, load_model
@@ -110,8 +110,8 @@ def measure_quality(case: QualityCase, *, log: StageLog) -> list[Quality]:
             f"--windows {case.windows} and --window_tokens {case.window_tokens} leave nothing to predict: at least 1 "
             "and 2 are needed"
         )
-    if case.output_json is not None and not pathlib.Path(case.output_json).expanduser().parent.is_dir():
-        raise StartError(f"--output_json {case.output_json!r} is in a directory that does not exist: make it first")
+    if problems := output_problems(case.output_json):
+        raise StartError(problems[0])
     try:
         config = load_config(case.model)
         problems = {quantization_problem(config, quantization) for _, quantization in precisions} - {None}
@@ -137,13 +137,7 @@ def main() -> int:
     found = measure_quality(case, log=StageLog(Console(stderr=True)))
     command = shlex.join(["python", "-m", "launch.bench", "quality", *sys.argv[1:]])
     print(as_text(case, found, command=command))
-    if case.output_json is not None:
-        try:
-            pathlib.Path(case.output_json).expanduser().write_text(
-                json.dumps(as_json(case, found, command=command), indent=2) + "\n"
-            )
-        except OSError as error:
-            raise StartError(f"--output_json {case.output_json!r} cannot be written: {error}") from error
+    write_json(case.output_json, as_json(case, found, command=command))
     return 0
 
 

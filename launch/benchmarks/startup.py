@@ -33,6 +33,7 @@ from rich.console import Console
 
 from launch import flags
 from launch.benchmarks.machine import describe_machine, describe_software
+from launch.benchmarks.output import output_problems, write_json
 from launch.benchmarks.startup_probe import REFUSED
 from launch.console import StageLog, in_bytes
 from launch.flags import StartError
@@ -70,8 +71,7 @@ class StartupCase:
             for name, bound in least.items()
             if (value := getattr(self, name)) < bound
         ]
-        if self.output_json is not None and not pathlib.Path(self.output_json).expanduser().parent.is_dir():
-            problems.append(f"--output_json {self.output_json!r} is in a directory that does not exist: make it first")
+        problems += output_problems(self.output_json)
         if problems:
             raise StartError("; ".join(problems))
 
@@ -173,11 +173,7 @@ def main() -> int:
     command = shlex.join(["python", "-m", "launch.bench", "startup", *sys.argv[1:]])
     report = run_startup(case, engine, command=command, log=StageLog(Console(stderr=True)))
     print(report.as_text())
-    if case.output_json is not None:
-        try:
-            pathlib.Path(case.output_json).expanduser().write_text(json.dumps(report.as_json(), indent=2) + "\n")
-        except OSError as error:
-            raise StartError(f"--output_json {case.output_json!r} cannot be written: {error}") from error
+    write_json(case.output_json, report.as_json())
     return 0
 
 

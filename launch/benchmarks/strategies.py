@@ -24,8 +24,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import json
-import pathlib
 import shlex
 import sys
 import time
@@ -40,6 +38,7 @@ from launch.benchmarks.case import split_names
 from launch.benchmarks.cold_pages import ColdPages, cold_size
 from launch.benchmarks.machine import describe_machine, describe_software
 from launch.benchmarks.mixed_program import mixed_program
+from launch.benchmarks.output import output_problems, write_json
 from launch.benchmarks.prediction_report import Predicted
 from launch.benchmarks.program_timing import measure
 from launch.benchmarks.strategy_predictions import Prediction, predict
@@ -130,8 +129,7 @@ class StrategiesCase:
         for name, allowed in (("phase", _PHASES), ("dtype", _DTYPES)):
             if getattr(self, name) not in allowed:
                 problems.append(f"--{name} {getattr(self, name)!r} is unknown; choose {', '.join(allowed)}")
-        if self.output_json is not None and not pathlib.Path(self.output_json).expanduser().parent.is_dir():
-            problems.append(f"--output_json {self.output_json!r} is in a directory that does not exist: make it first")
+        problems += output_problems(self.output_json)
         if problems:
             raise StartError("; ".join(problems))
 
@@ -187,11 +185,7 @@ def main() -> int:
     command = shlex.join(["python", "-m", "launch.bench", "strategies", *sys.argv[1:]])
     report = run_strategies(case, command=command, log=StageLog(Console(stderr=True)))
     print(report.as_text())
-    if case.output_json is not None:
-        try:
-            pathlib.Path(case.output_json).expanduser().write_text(json.dumps(report.as_json(), indent=2) + "\n")
-        except OSError as error:
-            raise StartError(f"--output_json {case.output_json!r} cannot be written: {error}") from error
+    write_json(case.output_json, report.as_json())
     return 0
 
 

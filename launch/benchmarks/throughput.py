@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import json
 import os
 import pathlib
 import shlex
@@ -48,6 +47,7 @@ from launch.benchmarks.engine_client import EngineTarget, running_engine
 from launch.benchmarks.http_client import HttpTarget
 from launch.benchmarks.machine import describe_machine, describe_software
 from launch.benchmarks.measurement import RunFigures, Target, measure
+from launch.benchmarks.output import write_json
 from launch.benchmarks.report import System, ThroughputReport
 from launch.console import StageLog
 from launch.flags import StartError
@@ -186,11 +186,7 @@ def main() -> int:
         raise StartError("--profile_dir has no use with --url: start the server with it")
     report = run_throughput(case, engine, command=command, log=log, profile=profile)
     print(report.as_text())
-    if case.output_json is not None:
-        try:
-            pathlib.Path(case.output_json).expanduser().write_text(json.dumps(report.as_json(), indent=2) + "\n")
-        except OSError as error:
-            raise StartError(f"--output_json {case.output_json!r} cannot be written: {error}") from error
+    write_json(case.output_json, report.as_json())
     return 0
 
 

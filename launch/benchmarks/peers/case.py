@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from launch.benchmarks.case import ThroughputCase, jobs_of_runs, prompt_ids_range, split_names
+from launch.benchmarks.output import output_problems
 from launch.benchmarks.synthetic import synthetic_adapter
 from launch.flags import StartError
 from plora_jax.adapters import save_adapter
@@ -112,8 +113,7 @@ class PeersConfig:
             path = getattr(self, name)
             if path is not None and shutil.which(os.path.expanduser(path)) is None:
                 problems.append(f"--{name} {path!r} is not a program that can be run: give the path of one")
-        if self.output_json is not None and not pathlib.Path(self.output_json).expanduser().parent.is_dir():
-            problems.append(f"--output_json {self.output_json!r} is in a directory that does not exist: make it first")
+        problems += output_problems(self.output_json)
         if problems:
             raise StartError("; ".join(problems))
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import json
 import pathlib
 import shlex
 import sys
@@ -30,6 +29,7 @@ from rich.console import Console
 
 from launch import flags
 from launch.benchmarks.machine import describe_machine
+from launch.benchmarks.output import write_json
 from launch.benchmarks.peers.case import PeerCase, PeersConfig, write_files
 from launch.benchmarks.peers.report import PeersReport
 from launch.benchmarks.peers.systems import SYSTEMS, PeerError, PeerResult, run_system, why_missing, why_not
@@ -48,11 +48,7 @@ def main() -> int:
     command = shlex.join(["python", "-m", "launch.bench", "peers", *sys.argv[1:]])
     report = run_peers(config, command=command, log=StageLog(Console(stderr=True)))
     print(report.as_text())
-    if config.output_json is not None:
-        try:
-            pathlib.Path(config.output_json).expanduser().write_text(json.dumps(report.as_json(), indent=2) + "\n")
-        except OSError as error:
-            raise StartError(f"--output_json {config.output_json!r} cannot be written: {error}") from error
+    write_json(config.output_json, report.as_json())
     return 0
 
 
