@@ -18,7 +18,8 @@ from strategies.strategy_table import ATTENTION, LORA
 from strategies.traffic import any_scope
 
 
-def delta(
+def add(
+    sums: Mapping[str, jax.Array],
     x_TI: jax.Array,
     memory: Memory,
     layer: jax.Array,
@@ -27,10 +28,14 @@ def delta(
     *,
     phase: str,
     setting: LoraSetting,
+    first: int = 0,
 ) -> dict[str, jax.Array]:
-    """What the adapters of all lanes add to the projections of a group.
+    """Adds what the adapters of all lanes give to the projections of a group.
+
+    A lane without adapters passes the sums on, untouched and uncopied.
 
     Args:
+        sums: [N, O] float32 by projection.
         x_TI: [T, I], the input that the projections share.
         memory: page arrays of this shard.
         layer: [] int32.
@@ -38,22 +43,32 @@ def delta(
         control: the same by strategy, in the pool.
         phase: the first part of the lanes' names in the trace.
         setting: what is fixed.
+        first: row of `sums` that belongs to the first token; N is at least `first` + T.
 
     Returns:
-        [T, O] float32 by projection; 0 for tokens of the base model.
+        [N, O] float32 by projection.
     """
 
-    def serve(x_TI: jax.Array) -> dict[str, jax.Array]:
-        parts = []
-        for name, lane in lanes.items():
-            scope = f"{phase}.{name}"
-            part = LORA[name].delta(x_TI, memory, layer, lane, control[name], scope=scope, setting=setting)
-            parts.append([part[projection] for projection in setting.group])
-        return setting.total(parts)
+    def served(sums: dict[str, jax.Array], name: str) -> dict[str, jax.Array]:
+        scope = f"{phase}.{name}"
+        parts = LORA[name].delta(x_TI, memory, layer, lanes[name], control[name], scope=scope, setting=setting)
+        rows = {key: lax.slice_in_dim(sums[key], first, first + len(x_TI)) + part for key, part in parts.items()}
+        return {key: lax.dynamic_update_slice_in_dim(sums[key], own, first, 0) for key, own in rows.items()}
 
-    # One condition around those of the strategies: a step of the base model alone adds zeros once, not once a lane.
+    def all_lanes(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        for name, lane in lanes.items():
+            with jax.named_scope(f"{phase}.{name}"):
+                sums = lax.cond(lane.count > 0, lambda sums, name=name: served(sums, name), _untouched, sums)
+        return sums
+
+    group = {name: sums[name] for name in setting.group}
+    # One condition around those of the strategies: a step of the base model alone asks once, not once a lane.
     with jax.named_scope(any_scope(phase)):
-        return lax.cond(is_used(lanes), serve, lambda x: setting.nothing(x.shape[0]), x_TI)
+        return lax.cond(is_used(lanes), all_lanes, _untouched, group)
+
+
+def _untouched(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return sums
 
 
 def is_used(lanes: Mapping[str, LoraLane]) -> jax.Array:

@@ -69,11 +69,7 @@ def delta(
                 gather=over_the_link(control, stripe, setting),
             )[0]
 
-    def serve(x_TI: jax.Array) -> dict[str, jax.Array]:
-        return setting.total([[stream(x_TI, name, s) for name in setting.group] for s in stripes])
-
-    with jax.named_scope(scope):
-        return lax.cond(lane.count > 0, serve, lambda x: setting.nothing(x.shape[0]), x_TI)
+    return setting.total([[stream(x_TI, name, s) for name in setting.group] for s in stripes])
 
 
 def over_the_link(control: LoraLane, stripe: int, setting: LoraSetting) -> low_rank.RowsKernel:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from memory_pool import link
 from memory_pool.near import near_data
@@ -60,11 +59,7 @@ def delta(
 
         return [stripe(s) for s in range(stripes)]
 
-    def serve(x_TI: jax.Array) -> dict[str, jax.Array]:
-        x_STI = jnp.broadcast_to(x_TI, (stripes, *x_TI.shape))
-        parts = near_data(near)(memory.pool, link.to_pool(layer), link.to_pool(x_STI), control)
-        back = [[link.to_device(y).astype(jnp.float32) for y in part] for part in parts]
-        return setting.total(back)
-
-    with jax.named_scope(scope):
-        return lax.cond(lane.count > 0, serve, lambda x: setting.nothing(x.shape[0]), x_TI)
+    x_STI = jnp.broadcast_to(x_TI, (stripes, *x_TI.shape))
+    parts = near_data(near)(memory.pool, link.to_pool(layer), link.to_pool(x_STI), control)
+    back = [[link.to_device(y).astype(jnp.float32) for y in part] for part in parts]
+    return setting.total(back)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-from jax import lax
 
 from strategies.lanes import LoraLane, Memory, stripe_of
 from strategies.setting import LoraSetting
@@ -35,20 +34,16 @@ def delta(
     """
     del control
 
-    def serve(x_TI: jax.Array) -> dict[str, jax.Array]:
-        parts = [
-            setting.device.delta.call(
-                x_TI,
-                memory.adapters,
-                layer,
-                stripe_of(lane, s),
-                layout=setting.layout,
-                group=setting.group,
-                max_rank=setting.max_rank,
-            )
-            for s in range(lane.ranks.shape[0])
-        ]
-        return setting.total(parts)
-
-    with jax.named_scope(scope):
-        return lax.cond(lane.count > 0, serve, lambda x: setting.nothing(x.shape[0]), x_TI)
+    parts = [
+        setting.device.delta.call(
+            x_TI,
+            memory.adapters,
+            layer,
+            stripe_of(lane, s),
+            layout=setting.layout,
+            group=setting.group,
+            max_rank=setting.max_rank,
+        )
+        for s in range(lane.ranks.shape[0])
+    ]
+    return setting.total(parts)

@@ -36,11 +36,6 @@ class LoraSetting(NamedTuple):
         assert self.near is not None, "nothing computes near the data"
         return self.near
 
-    def nothing(self, num_tokens: int) -> dict[str, jax.Array]:
-        """The result for a lane without adapters: zeros [T, O] float32 by projection."""
-        widths = {name: self.layout.out_width(name) for name in self.group}
-        return {name: jnp.zeros((num_tokens, width), jnp.float32) for name, width in widths.items()}
-
     def total(self, parts: Sequence[Sequence[jax.Array]]) -> dict[str, jax.Array]:
         """By projection, the sum of what the stripes give; each gives one array a projection."""
         return {name: functools.reduce(jnp.add, part) for name, *part in zip(self.group, *parts, strict=True)}

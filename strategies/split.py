@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from memory_pool import link
 from memory_pool.near import near_data
@@ -59,16 +58,12 @@ def delta(
 
         return jnp.stack([stripe(s) for s in range(stripes)])
 
-    def serve(x_TI: jax.Array) -> dict[str, jax.Array]:
-        x_STI = jnp.broadcast_to(x_TI, (stripes, *x_TI.shape))
-        m_SGTR = link.to_device(near_data(near)(memory.pool, link.to_pool(layer), link.to_pool(x_STI), control))
-        parts = [
-            setting.device.expand.call(
-                m_SGTR[s], memory.adapters, layer, stripe_of(lane, s), layout=setting.layout, group=setting.group
-            )
-            for s in range(stripes)
-        ]
-        return setting.total(parts)
-
-    with jax.named_scope(scope):
-        return lax.cond(lane.count > 0, serve, lambda x: setting.nothing(x.shape[0]), x_TI)
+    x_STI = jnp.broadcast_to(x_TI, (stripes, *x_TI.shape))
+    m_SGTR = link.to_device(near_data(near)(memory.pool, link.to_pool(layer), link.to_pool(x_STI), control))
+    parts = [
+        setting.device.expand.call(
+            m_SGTR[s], memory.adapters, layer, stripe_of(lane, s), layout=setting.layout, group=setting.group
+        )
+        for s in range(stripes)
+    ]
+    return setting.total(parts)

@@ -20,6 +20,7 @@ from launch.benchmarks.strategy_programs import (
     LoraPoint,
     Model,
     Program,
+    all_lanes,
     attention_program,
     compile_step,
     lane_of,
@@ -30,7 +31,6 @@ from memory_pool import link
 from plora_jax.checkpoints import LoadedModel
 from plora_jax.model.dense import forward_full
 from plora_jax.model.layers import matmul
-from strategies import apply
 from strategies.cost import ModelShape, attention_quantities, decoding
 from strategies.cost.quantities import WIDE_BYTES
 from strategies.kernel_tables import KernelSet
@@ -178,14 +178,7 @@ def lanes_sample(bench: Bench, rows: int) -> Sample:
     lanes = dict.fromkeys(LORA, lane)
 
     def step(memory: Memory, inputs: Any, lanes: dict[str, LoraLane], control: dict[str, LoraLane]) -> jax.Array:
-        def body(total: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
-            for setting, x_TI in zip(settings, inputs, strict=True):
-                own = x_TI + (total[:, None] * 0).astype(x_TI.dtype)
-                added = apply.delta(own, memory, layer, lanes, control, phase=PHASE, setting=setting)
-                total = total + sum(y_TO[:, 0] for y_TO in lax.optimization_barrier(tuple(added.values())))
-            return total, None
-
-        return over_layers(body, rows, model.layout)
+        return all_lanes(memory, inputs, lanes, control, settings=settings)
 
     memory = Memory(cold.memory.pool, cold.memory.adapters, cold.memory.kv)
     arguments = (memory, inputs, lanes, lanes)

@@ -7,20 +7,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from launch.benchmarks.cold_pages import ColdPages
 from launch.benchmarks.strategy_programs import (
-    PHASE,
     LoraPoint,
     Model,
     Program,
+    all_lanes,
     compile_step,
     lane_of,
-    over_layers,
     random_numbers,
 )
-from strategies import apply
 from strategies.kernel_tables import KernelSet
 from strategies.lanes import BASE, LoraLane, Memory
 from strategies.setting import LoraSetting
@@ -44,14 +41,7 @@ def mixed_program(
     settings = [LoraSetting(model.layout, group, point.rank, kernels, kernels) for group in model.groups]
 
     def step(memory: Memory, inputs: Any, lanes: dict[str, LoraLane], control: dict[str, LoraLane]) -> jax.Array:
-        def body(total: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
-            for setting, x_TI in zip(settings, inputs, strict=True):
-                own = x_TI + (total[:, None] * 0).astype(x_TI.dtype)
-                added = apply.delta(own, memory, layer, lanes, control, phase=PHASE, setting=setting)
-                total = total + sum(y_TO[:, 0] for y_TO in lax.optimization_barrier(tuple(added.values())))
-            return total, None
-
-        return over_layers(body, point.rows, model.layout)
+        return all_lanes(memory, inputs, lanes, control, settings=settings)
 
     def arguments() -> tuple[Any, ...]:
         lanes = _lanes(adapters, point, model, cold)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from plora_jax.config import ModelConfig
 from plora_jax.engine.build import EngineConfig, page_layout
 from plora_jax.engine.traffic import LAYER_GROUPS
 from plora_jax.parallel import TensorParallel
-from strategies import traffic
+from strategies import apply, traffic
 from strategies.kernel_tables import KernelSet
 from strategies.lanes import ABSENT, BASE, AttentionLane, LoraLane, Memory, stripe_of
 from strategies.paged_attention import CHUNK_TOKENS, NO_WINDOW, HeadMaths
@@ -311,6 +311,42 @@ def over_layers(body: Callable[..., Any], rows: int, layout: PageLayout) -> jax.
     """Runs a body for each layer: (total [rows] float32, layer) to (total, None)."""
     layers = jnp.arange(layout.num_layers, dtype=jnp.int32)
     return lax.scan(body, jnp.zeros(rows, jnp.float32), layers)[0]
+
+
+def all_lanes(
+    memory: Memory,
+    inputs: tuple[jax.Array, ...],
+    lanes: Mapping[str, LoraLane],
+    control: Mapping[str, LoraLane],
+    *,
+    settings: Sequence[LoraSetting],
+) -> jax.Array:
+    """What a step does for adapters, through all layers: every strategy that has any adds to the sums of projections.
+
+    Args:
+        memory: page arrays.
+        inputs: [rows, I] by group.
+        lanes, control: by strategy, on the device and in the pool.
+        settings: by group.
+
+    Returns:
+        [rows] float32.
+    """
+    rows, layout = inputs[0].shape[0], settings[0].layout
+    names = [name for setting in settings for name in setting.group]
+
+    def body(carry: tuple[jax.Array, dict[str, jax.Array]], layer: jax.Array) -> tuple[Any, None]:
+        total, sums = carry
+        for setting, x_TI in zip(settings, inputs, strict=True):
+            own = x_TI + (total[:, None] * 0).astype(x_TI.dtype)
+            added = apply.add(sums, own, memory, layer, lanes, control, phase=PHASE, setting=setting)
+            total, sums = total + sum(y_TO[:, 0] for y_TO in added.values()), {**sums, **added}
+        return (total, sums), None
+
+    # The sums go from layer to layer, so that no layer begins with writing zeros.
+    zeros = {name: jnp.zeros((rows, layout.out_width(name)), jnp.float32) for name in names}
+    layers = jnp.arange(layout.num_layers, dtype=jnp.int32)
+    return lax.optimization_barrier(lax.scan(body, (jnp.zeros(rows, jnp.float32), zeros), layers)[0])[0]
 
 
 def random_numbers(shape: tuple[int, ...], model: Model) -> np.ndarray:

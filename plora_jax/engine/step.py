@@ -187,13 +187,14 @@ class PagedContext:
         assert total is not None
         return total
 
-    def deltas(self, x: jax.Array, projections: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
-        group = tuple(name for name in projections if name in self._setting.layout.names)
+    def adapt(self, sums: dict[str, jax.Array], x: jax.Array, layer: LayerConstants) -> dict[str, jax.Array]:
+        group = tuple(name for name in sums if name in self._setting.layout.names)
         if not group or not self._setting.max_rank:
-            return {}
-        memory = Memory(self._pool, self._adapters, None)
-        parts = [
-            apply.delta(
+            return sums
+        memory, first = Memory(self._pool, self._adapters, None), 0
+        for phase, tokens, kernels in self._phases(x):
+            added = apply.add(
+                sums,
                 tokens,
                 memory,
                 layer.index,
@@ -201,10 +202,10 @@ class PagedContext:
                 {**self._inputs.lora[phase], **self._inputs.lora_control[phase]},
                 phase=phase,
                 setting=self._setting.lora(kernels, group),
+                first=first,
             )
-            for phase, tokens, kernels in self._phases(x)
-        ]
-        return {name: jnp.concatenate([part[name] for part in parts]) for name in group}
+            sums, first = {**sums, **added}, first + len(tokens)
+        return sums
 
     def attend(
         self, cache: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerConstants

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -46,16 +46,18 @@ class DenseContext:
         del tokens
         return None
 
-    def deltas(self, x: jax.Array, projections: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
+    def adapt(self, sums: dict[str, jax.Array], x: jax.Array, layer: LayerConstants) -> dict[str, jax.Array]:
         if self._lora is None:
-            return {}
-        lora, deltas = self._lora, {}
-        for name in projections:
+            return sums
+        lora, adapted = self._lora, dict(sums)
+        for name, y in sums.items():
             if name in lora.a:
                 a, b = lora.a[name][layer.index], lora.b[name][layer.index]
                 shrunk = jnp.einsum("BTI,RI->BTR", x.astype(a.dtype), a, preferred_element_type=jnp.float32)
-                deltas[name] = lora.scale * jnp.einsum("BTR,OR->BTO", shrunk, b, preferred_element_type=jnp.float32)
-        return deltas
+                adapted[name] = y + lora.scale * jnp.einsum(
+                    "BTR,OR->BTO", shrunk, b, preferred_element_type=jnp.float32
+                )
+        return adapted
 
     def attend(
         self, cache: Any, q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerConstants

@@ -51,11 +51,17 @@ class Context(Protocol):
         """What the adapters add to the embeddings of tokens [...]: [..., D] float32, whole on every shard, or None."""
         ...
 
-    def deltas(self, x: jax.Array, projections: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
-        """What the adapters add to projections that share the input x [..., I]; float32, absent for nothing.
+    def adapt(self, sums: dict[str, jax.Array], x: jax.Array, layer: LayerConstants) -> dict[str, jax.Array]:
+        """Adds what the adapters give to projections that share the input x [..., I].
+
+        Args:
+            sums: [..., O] float32 by projection: this shard's rows of column-parallel ones, its partial sum of
+                row-parallel ones.
+            x: the input.
+            layer: which.
 
         Returns:
-            By projection [..., O]: this shard's rows of column-parallel ones, its partial sum of row-parallel ones.
+            The sums by the same names.
         """
         ...
 
@@ -127,15 +133,16 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, ...]:
         """Projections that share an input, with the adapters' part and the bias, summed before rounding."""
         with jax.named_scope(scopes.PRODUCTS[names[0]]):
-            deltas = context.deltas(x, names, layer)
-            out = []
-            for name, y in self._products(x, names, layer).items():
+            sums = self._products(x, names, layer)
+            for name in names:
                 # Only column-parallel projections have a bias, which is then this shard's: it is added once.
                 if hasattr(self, f"{name}_bias"):
-                    y = y + self._weight(f"{name}_bias").astype(jnp.float32)
-                y = y + deltas[name] if name in deltas else y
-                out.append((self.parallel.add_up(y) if name in ROW_PARALLEL else y).astype(x.dtype))
-            return tuple(out)
+                    sums[name] = sums[name] + self._weight(f"{name}_bias").astype(jnp.float32)
+            sums = context.adapt(sums, x, layer)
+            return tuple(
+                (self.parallel.add_up(sums[name]) if name in ROW_PARALLEL else sums[name]).astype(x.dtype)
+                for name in names
+            )
 
     def _products(self, x: jax.Array, names: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
         """x times the base weights of projections that share it, float32."""

@@ -189,7 +189,8 @@ def program(
         added = {}
         for group, x_TI in zip(GROUPS, x, strict=True):
             setting = LoraSetting(layout, group, max_rank(stripes), kernels, kernels)
-            added |= apply.delta(x_TI, memory, layer, lanes, control, phase=phase, setting=setting)
+            nothing = {name: jnp.zeros((len(x_TI), layout.out_width(name)), jnp.float32) for name in group}
+            added |= apply.add(nothing, x_TI, memory, layer, lanes, control, phase=phase, setting=setting)
         return carry, added
 
     def shard(*args: Any) -> dict[str, jax.Array]:
