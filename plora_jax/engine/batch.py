@@ -19,8 +19,9 @@ from plora_jax.engine.plan import Row, StepPlan
 from plora_jax.engine.plan import Sequence as PlannedSequence
 from plora_jax.engine.sampling_batch import SamplingBatch, make_sampling_batch
 from plora_jax.parallel import EMBEDDING, HEAD
+from strategies.kv_write import KvWrite
 from strategies.lanes import AttentionLane
-from strategies.paged_attention import CHUNK_TOKENS, KvWrite
+from strategies.paged_attention import CHUNK_TOKENS
 from strategies.traffic import KvUse
 
 PREFILL_BLOCK = 16

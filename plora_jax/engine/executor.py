@@ -70,6 +70,7 @@ class JaxExecutor:
 
     Attributes:
         on_step: told each plan before it is carried out, in the thread that steps; None by default.
+        meanwhile: called while the device works on a step.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class JaxExecutor:
         self._sent: dict[tuple[Bucket, str], tuple[Hashable, jax.Array]] = {}
         self._space = {False: device_sharding(memory.mesh), True: pool_sharding(memory.mesh)}
         self.on_step: Callable[[StepPlan], None] | None = None
+        self.meanwhile: Callable[[], None] = lambda: None
         self.programs = self._compile_all(progress)
 
     @property
@@ -172,6 +174,7 @@ class JaxExecutor:
             )
             for crossing, size in program.traffic.of(built.use):
                 self._ledger.add(crossing, moved_bytes=size.moved, useful_bytes=size.useful)
+        self.meanwhile()
         with annotate(annotations.RESULTS):
             return _unpack(plan.rows, result, built, decode_rows=bucket.decode_rows)
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from plora_jax.engine.errors import GenerationFailedError
 from plora_jax.engine.outputs import Completion, Delta
@@ -35,6 +36,18 @@ class GenerationTimes:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
+
+
+class Waiter(NamedTuple):
+    """A consumer in an event loop.
+
+    Attributes:
+        loop: its loop.
+        woken: what it waits for.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    woken: asyncio.Future[None]
 
 
 class Generation:
@@ -65,7 +78,7 @@ class Generation:
         self._deltas: collections.deque[Delta] = collections.deque()
         self._ready = threading.Condition()
         self._unfinished, self._untaken = n, n
-        self._wake: Callable[[], None] | None = None
+        self._waiters: list[Waiter] = []
 
     @property
     def unfinished(self) -> int:
@@ -82,16 +95,19 @@ class Generation:
         if not self.finished:
             self._cancel(self)
 
-    def deliver(self, delta: Delta) -> None:
-        """Puts a piece in. For the engine."""
+    def deliver(self, delta: Delta) -> list[Waiter]:
+        """Puts a piece in. For the engine.
+
+        Returns:
+            Who waits for it in an event loop: to be woken (`wake`), together with others.
+        """
         with self._ready:
             assert self._unfinished, f"{self.request_id} got a piece after its end"
             self._deltas.append(delta)
             self._unfinished -= delta.finish_reason is not None
             self._ready.notify_all()
-            wake, self._wake = self._wake, None
-        if wake:
-            wake()
+            waiters, self._waiters = self._waiters, []
+        return waiters
 
     def collect(self) -> list[Completion]:
         """Waits for the end and puts the pieces together.
@@ -133,10 +149,10 @@ class Generation:
             with self._ready:
                 if self._deltas or not self._untaken:
                     break
-                woken: asyncio.Future[None] = loop.create_future()
-                self._wake = functools.partial(_wake_up, loop, woken)
+                waiter = Waiter(loop, loop.create_future())
+                self._waiters = [waiter]
             if not self._drive():
-                await woken
+                await waiter.woken
         delta = self._take()
         if delta is None:
             raise StopAsyncIteration
@@ -180,13 +196,18 @@ def _join(pieces: list[Delta]) -> Completion:
     )
 
 
-def _wake_up(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:
-    def wake() -> None:
-        if not woken.done():
-            woken.set_result(None)
+def wake(waiters: Iterable[Waiter]) -> None:
+    """Wakes who waits, each event loop once: to wake one takes a system call and hands the interpreter over."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for waiter in waiters:
+        by_loop.setdefault(waiter.loop, []).append(waiter.woken)
+    for loop, woken in by_loop.items():
+        # A loop that was closed has lost its consumers, who will not come back.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_wake_all, woken)
 
-    try:
-        loop.call_soon_threadsafe(wake)
-    except RuntimeError:
-        # The loop was closed: its consumer is gone and will not come back.
-        return
+
+def _wake_all(woken: list[asyncio.Future[None]]) -> None:
+    for future in woken:
+        if not future.done():
+            future.set_result(None)

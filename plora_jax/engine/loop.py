@@ -17,7 +17,7 @@ from plora_jax.engine import annotations
 from plora_jax.engine.annotations import annotate
 from plora_jax.engine.clock import Clock
 from plora_jax.engine.errors import EngineDeadError, OverloadedError
-from plora_jax.engine.generation import Generation
+from plora_jax.engine.generation import Generation, Waiter, wake
 from plora_jax.engine.outputs import Delta
 from plora_jax.engine.placement import PlacementPlanner
 from plora_jax.engine.plan import Executor, KvLostError, Row, RowResult, Sequence, StepPlan
@@ -100,6 +100,9 @@ class EngineLoop:
         self._max_live = scheduler.config.max_num_seqs + scheduler.config.max_waiting
         self._lock = threading.Lock()  # over what clients share with the loop: _live, _closing, _dead
         self._live: dict[int, Live] = {}
+        self._undelivered: list[tuple[Row, RowResult]] = []
+        self._waiters: list[Waiter] = []
+        executor.meanwhile = self._deliver
         self._dead: str | None = None
         self._closing = False
         self._drain_until_s = 0.0
@@ -236,10 +239,29 @@ class EngineLoop:
                 moved = self._move()
                 plan = self._plan()
             done = self._execute(plan)
+            self._deliver()
             with annotate(annotations.DELIVER):
                 for row, result in done:
-                    self._advance(row, result)
+                    if self._live[row.sequence.seq_id].stream.goes_on(result):
+                        self._undelivered.append((row, result))
+                    else:
+                        self._advance(row, result)
+                self._wake_waiters()
+            if self._thread is None:
+                self._deliver()
             return moved or bool(plan.rows)
+
+    def _deliver(self) -> None:
+        """Delivers what the last step gave to completions that go on: while the device works on the next one."""
+        with annotate(annotations.DELIVER):
+            rows, self._undelivered = self._undelivered, []
+            for row, result in rows:
+                self._advance(row, result)
+            self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        wake(waiters)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless what is in flight is what the scheduler holds. Between steps only."""
@@ -277,6 +299,7 @@ class EngineLoop:
         for task in tasks:
             task.fail(self._dead_error())
         with self._stepping:
+            self._deliver()
             self._run_commands()
             self._abort(lambda live: True)
             if self.planner is not None:
@@ -288,12 +311,14 @@ class EngineLoop:
                 if not self._commands:
                     return
                 command = self._commands.popleft()
+            self._deliver()
             command()
 
     def _run_task(self) -> None:
         with self._wake:
             task = self._tasks.popleft() if self._tasks else None
         if task is not None:
+            self._deliver()
             task.run()
 
     def _check_alive(self) -> None:
@@ -324,6 +349,7 @@ class EngineLoop:
             return StepPlan(())
         plan = self._scheduler.schedule()
         for seq in self._scheduler.take_unservable():
+            self._deliver()
             self._fail(seq.seq_id, "its adapter does not fit the device memory set aside for adapters")
         now = self._clock.now()
         for row in plan.rows:
@@ -346,6 +372,7 @@ class EngineLoop:
             return []
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.rows))
+            self._deliver()
             self._failed_steps += 1
             for row in plan.rows:
                 self._fail(row.sequence.seq_id, f"the step that computed it failed: {_say(error)}")
@@ -368,7 +395,7 @@ class EngineLoop:
             return
         self._recorder.token(live.generation, seq, self._clock.now())
         if delta.finish_reason is None:
-            live.generation.deliver(delta)
+            self._waiters += live.generation.deliver(delta)
         else:
             self._end(seq.seq_id, delta)
 
@@ -390,7 +417,7 @@ class EngineLoop:
         self._recorder.ended(stream.sequence, delta.finish_reason or "abort")
         if generation.unfinished == 1:
             self._recorder.request_ended(generation, self._clock.now())
-        generation.deliver(delta)
+        wake(generation.deliver(delta))
 
     def _die(self, why: str) -> None:
         logger.critical("the engine is dead: %s", why)

@@ -6,6 +6,7 @@ Plain data; no JAX. The scheduler writes plans, an executor carries them out.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
@@ -98,7 +99,13 @@ class KvLostError(RuntimeError):
 
 
 class Executor(Protocol):
-    """Carries out steps. The real one runs JAX; a modelled one may only advance a virtual clock."""
+    """Carries out steps. The real one runs JAX; a modelled one may only advance a virtual clock.
+
+    Attributes:
+        meanwhile: what `execute` may call when a step is under way and it has nothing to do but wait.
+    """
+
+    meanwhile: Callable[[], None]
 
     @property
     def max_decode_rows(self) -> int:

@@ -28,8 +28,9 @@ from plora_jax.model import Decoder, LayerConstants, Params, scopes
 from plora_jax.parallel import EMBEDDING, HEAD
 from strategies import apply, outer
 from strategies.kernel_tables import Kernels, KernelSet
+from strategies.kv_write import write_kv
 from strategies.lanes import KvControl, KvLanes, LoraLane, Memory
-from strategies.paged_attention import HeadMaths, write_kv
+from strategies.paged_attention import HeadMaths
 from strategies.setting import AttentionSetting, LoraSetting
 from strategies.traffic import any_scope
 

@@ -42,6 +42,12 @@ class TokenStream:
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._delivered = 0
 
+    def goes_on(self, result: RowResult) -> bool:
+        """Whether this result surely does not end the completion, which its text may decide."""
+        if result.token_id is None:
+            return True
+        return not self.sequence.sampling.stop and self._ends_at(result.token_id)[0] is None
+
     def advance(self, row: Row, result: RowResult) -> Delta | None:
         """What a step's result means for the client; `sequence` already holds the new token.
 

@@ -103,6 +103,7 @@ class FakeExecutor:
         self.plans: list[StepPlan] = []
         self.fail_with: Exception | None = None
         self.before_step: Callable[[StepPlan], None] = lambda plan: None
+        self.meanwhile: Callable[[], None] = lambda: None
         self.max_decode_rows = config.max_num_seqs
         self.max_prefill_tokens = config.max_prefill_tokens
         self.prefill_block = config.prefill_block
@@ -113,6 +114,7 @@ class FakeExecutor:
             raise self.fail_with
         self._check_limits(plan)
         self.plans.append(plan)
+        self.meanwhile()
         return [self._run(row) for row in plan.rows]
 
     def _check_limits(self, plan: StepPlan) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from plora_jax.engine import (
     UnknownAdapterError,
     loop,
 )
+from plora_jax.engine.plan import RowResult, StepPlan
 from tests.plora_jax.engine_fakes import make_rig, text_of
 
 
@@ -109,6 +111,41 @@ def test_generate_bad_prompt_cancels_those_before_it() -> None:
     rig = make_rig()
     with pytest.raises(RequestError, match="at least one token"):
         rig.engine.generate([[5], []], SamplingParams())
+    rig.check_all_given_back()
+
+
+# --- while the next step runs ---
+
+
+def test_token_reaches_its_client_while_the_next_step_runs() -> None:
+    rig = make_rig()
+    first_seen, in_time = threading.Event(), []
+    execute = rig.executor.execute
+
+    def slowly(plan: StepPlan) -> list[RowResult]:
+        results = execute(plan)
+        if len(rig.executor.plans) == 2:
+            in_time.append(first_seen.wait(10))
+        return results
+
+    rig.executor.execute = slowly
+    rig.engine.start()
+    generation = rig.engine.submit([5], SamplingParams(max_tokens=3))
+    next(generation)
+    first_seen.set()
+    generation.collect()
+    rig.engine.shutdown()
+    assert in_time == [True]
+
+
+@pytest.mark.parametrize("ends", [{"stop": text_of(22)}, {"stop_token_ids": (22,)}, {"max_tokens": 3}])
+def test_completion_that_ends_has_no_row_in_the_next_step(ends: dict[str, Any]) -> None:
+    rig = make_rig(draw=counting)
+    rig.engine.start()
+    generation = rig.engine.submit([5], SamplingParams(**{"max_tokens": 9, **ends}))
+    assert sum(len(delta.token_ids) for delta in generation) == 3
+    rig.engine.shutdown()
+    assert len(rig.executor.plans) == 3
     rig.check_all_given_back()
 
 
