@@ -8,11 +8,29 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from launch.benchmarks.strategy_predictions import Prediction, Verdict, judge
-from launch.benchmarks.strategy_programs import LoraPoint
+from launch.benchmarks.strategy_programs import AttentionPoint, LoraPoint
 from strategies.strategy_table import LORA
 
 _KEY_WIDTH = 26
 _COLUMN = 20
+
+
+class PredictedAttention(NamedTuple):
+    """One point of partial attention.
+
+    Attributes:
+        point: of the grid.
+        predicted_s: seconds.
+        measured_s: seconds.
+    """
+
+    point: AttentionPoint
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
 
 
 class Predicted(NamedTuple):
@@ -23,12 +41,14 @@ class Predicted(NamedTuple):
         points: of the grid, LoRA only.
         predictions: of each.
         measured: of each, seconds by program.
+        attention: points of partial attention.
     """
 
     file: str
     points: Sequence[LoraPoint]
     predictions: Sequence[Prediction]
     measured: Sequence[Mapping[str, float]]
+    attention: Sequence[PredictedAttention] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -40,6 +60,7 @@ class Predicted(NamedTuple):
         return {
             "hardware": self.file,
             "mape": {name: mape(errors) for name, errors in verdict.errors.items()},
+            "attention_mape": mape([found.error for found in self.attention]) if self.attention else None,
             "planned_mape": {name: mape(errors) for name, errors in verdict.planned_errors.items()},
             "regret": {
                 budget: {"mean": float(np.mean(found)), "worst": max(found)}
@@ -62,6 +83,10 @@ class Predicted(NamedTuple):
                 }
                 for point, prediction, seconds in zip(self.points, self.predictions, self.measured, strict=True)
             ],
+            "attention": [
+                {**found.point._asdict(), "predicted_s": found.predicted_s, "measured_s": found.measured_s}
+                for found in self.attention
+            ],
         }
 
     def as_lines(self) -> list[str]:
@@ -78,7 +103,17 @@ class Predicted(NamedTuple):
         for label, errors in (("MAPE", verdict.errors), ("MAPE, as planned", verdict.planned_errors)):
             cells = (f"{mape(errors[name]):>{_COLUMN}.1%}" for name in LORA)
             lines.append(f"{label:<{_KEY_WIDTH}}" + "".join(cells))
-        return [*lines, "", *self._choices(verdict)]
+        return [*lines, "", *self._of_attention(), *self._choices(verdict)]
+
+    def _of_attention(self) -> list[str]:
+        if not self.attention:
+            return []
+        lines = [f"{'context  sequences':<{_KEY_WIDTH}}{'partial attention':>{_COLUMN}}"]
+        for found in self.attention:
+            key = f"{found.point.context:>7}  {found.point.sequences:>9}"
+            lines.append(f"{key:<{_KEY_WIDTH}}{1e3 * found.predicted_s:>{_COLUMN - 8}.2f}{found.error:>+8.0%}")
+        errors = [found.error for found in self.attention]
+        return [*lines, f"{'MAPE':<{_KEY_WIDTH}}{mape(errors):>{_COLUMN}.1%}", ""]
 
     def _choices(self, verdict: Verdict) -> list[str]:
         lines = ["planner's choice, and its measured time over that of the best strategy that fits"]

@@ -39,9 +39,9 @@ from launch.benchmarks.cold_pages import ColdPages, cold_size
 from launch.benchmarks.machine import describe_machine, describe_software
 from launch.benchmarks.mixed_program import mixed_program
 from launch.benchmarks.output import output_problems, write_json
-from launch.benchmarks.prediction_report import Predicted
+from launch.benchmarks.prediction_report import Predicted, PredictedAttention
 from launch.benchmarks.program_timing import measure
-from launch.benchmarks.strategy_predictions import Prediction, predict
+from launch.benchmarks.strategy_predictions import Prediction, predict, predict_attention
 from launch.benchmarks.strategy_programs import (
     AttentionPoint,
     LoraPoint,
@@ -173,7 +173,7 @@ def run_strategies(case: StrategiesCase, *, command: str, log: StageLog) -> Stra
         kernels={name: kernel.name for name, kernel in kernels._asdict().items()},
         cold=size._replace(num_bytes=cold.num_bytes),
         results=results,
-        predicted=_predicted(case, predictions, results),
+        predicted=_predicted(case, shape, predictions, results),
         command=command,
         measured_at=datetime.datetime.now(datetime.UTC),
     )
@@ -241,12 +241,17 @@ def _measure_grid(
 
 
 def _predicted(
-    case: StrategiesCase, predictions: Sequence[Prediction], results: Sequence[PointResult]
+    case: StrategiesCase, shape: ModelShape, predictions: Sequence[Prediction], results: Sequence[PointResult]
 ) -> Predicted | None:
     if case.hardware is None:
         return None
+    hardware = parse_hardware(case.hardware)
     measured = [{timing.program: timing.median_s for timing in result.timings} for result in results]
-    return Predicted(case.hardware, case.lora_points, predictions, measured[: len(predictions)])
+    attention = [
+        PredictedAttention(point, predict_attention(point, shape, hardware), *seconds.values())
+        for point, seconds in zip(case.attention_points, measured[len(predictions) :], strict=True)
+    ]
+    return Predicted(case.hardware, case.lora_points, predictions, measured[: len(predictions)], attention)
 
 
 def _in_words(case: StrategiesCase, model: Model) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from launch.benchmarks.strategy_programs import LoraPoint
+from launch.benchmarks.strategy_programs import AttentionPoint, LoraPoint
 from memory_pool.hardware import HardwareSpec
 from strategies.cost import (
     LORA_COLUMNS,
@@ -21,7 +21,9 @@ from strategies.cost import (
     KvLoad,
     ModelShape,
     adapter_features,
+    attention_quantities,
     cost_model,
+    decoding,
     lane_quantities,
     plan_problem,
     predicted_s,
@@ -115,6 +117,19 @@ def predict(point: LoraPoint, shape: ModelShape, hardware: HardwareSpec) -> Pred
     planned = {name: _step_s(problems[0], column) for column, name in enumerate(LORA_COLUMNS)}
     choices = tuple(_choice(problem, budget) for problem, budget in zip(problems, BUDGETS, strict=True))
     return Prediction(exact, planned, choices)
+
+
+def predict_attention(point: AttentionPoint, shape: ModelShape, hardware: HardwareSpec) -> float:
+    """Seconds that the near-data function of attention is expected to take.
+
+    Args:
+        point: of the grid.
+        shape: of the base model.
+        hardware: with a calibration.
+    """
+    assert hardware.calibration is not None
+    load = decoding(np.full(point.sequences, point.context))
+    return predicted_s(hardware.calibration, attention_quantities(shape, load, strategy="near"))
 
 
 def judge(predictions: Sequence[Prediction], measured: Sequence[Mapping[str, float]]) -> Verdict:

@@ -151,7 +151,12 @@ def test_hardware_file_is_held_against_what_is_measured(tmp_path):
         assert got["mape"][name] == pytest.approx(abs(seconds / measured[name] - 1))
     for choice in point["choices"]:
         assert choice["measured_s"] / choice["best_fixed_s"] == got["regret"][choice["budget"]]["worst"]
+    (attention,) = got["attention"]
+    (timed,) = [p for result in report.as_json()["points"] if "context" in result for p in result["programs"]]
+    assert attention["measured_s"] == timed["median_s"]
+    assert got["attention_mape"] == pytest.approx(abs(attention["predicted_s"] / attention["measured_s"] - 1))
     text = report.as_text()
+    assert re.search(r"^ +40 +2 +[\d.]+ +[-+]\d+%$", text, re.MULTILINE), text
     assert re.search(r"^regret, worst +[\d.]+ +[\d.]+$", text, re.MULTILINE), text
     assert re.search(r"^MAPE( +[\d.]+%){4}$", text, re.MULTILINE), text
 

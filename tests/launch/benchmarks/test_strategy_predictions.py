@@ -10,10 +10,10 @@ import pytest
 from launch.benchmarks.calibration_points import USUAL
 from launch.benchmarks.cold_pages import ColdPages
 from launch.benchmarks.mixed_program import mixed_program
-from launch.benchmarks.prediction_report import Predicted
+from launch.benchmarks.prediction_report import Predicted, PredictedAttention
 from launch.benchmarks.strategies import StrategiesCase
 from launch.benchmarks.strategy_predictions import BUDGETS, Choice, Prediction, judge, predict
-from launch.benchmarks.strategy_programs import LoraPoint, model_of
+from launch.benchmarks.strategy_programs import AttentionPoint, LoraPoint, model_of
 from memory_pool.hardware import HARDWARE
 from plora_jax.checkpoints import load_config
 from strategies.cost import lane_quantities, predicted_s
@@ -78,13 +78,20 @@ def test_verdict_compares_with_what_was_measured():
 def test_report_has_errors_choices_and_regret():
     points = [POINT, LoraPoint(8, 1, 8)]
     predictions, measured = [some_prediction(1.1), some_prediction(0.7)], [some_measured(2.2), some_measured(1.8)]
-    report = Predicted("x.json", points, predictions, measured)
+    attention = [
+        PredictedAttention(AttentionPoint(512, 32), 0.011, 0.010),
+        PredictedAttention(AttentionPoint(4096, 32), 0.07, 0.1),
+    ]
+    report = Predicted("x.json", points, predictions, measured, attention)
     lines = [" ".join(line.split()) for line in report.as_lines()]
     for wanted in (
         "predicted by x.json: ms, and the error",
         "16 4 8 1100.00 +10% 8800.00 +10% 2000.00 +0% 4000.00 +0%",
         "MAPE 20.0% 20.0% 0.0% 0.0%",
         "MAPE, as planned 20.0% 20.0% 0.0% 0.0%",
+        "512 32 11.00 +10%",
+        "4096 32 70.00 -30%",
+        "MAPE 20.0%",
         "8 1 8 near_data 2.00 3 near_data + 5 split 0.90",
         "regret, mean 2.000 1.000",
         "regret, worst 2.000 1.100",
@@ -92,6 +99,7 @@ def test_report_has_errors_choices_and_regret():
         assert wanted in lines, lines
     got = report.as_json()
     assert got["mape"]["fetch"] == pytest.approx(0.2)
+    assert got["attention_mape"] == pytest.approx(0.2)
     assert got["regret"][BUDGETS[1]]["worst"] == pytest.approx(1.1)
     assert got["points"][0]["choices"][1]["best_fixed_s"] == 2.0
 
