@@ -1,6 +1,7 @@
 """LoRA and attention strategies as functions over pages, the kernels they use, and the tables that name both."""
 
 from strategies.kernel_tables import Kernel, Kernels, KernelSet, choose_kernels, describe_kernels
+from strategies.kv_write import KvWrite, write_kv
 from strategies.lanes import (
     ABSENT,
     BASE,
@@ -14,7 +15,7 @@ from strategies.lanes import (
     stripe_of,
 )
 from strategies.low_rank import CHUNK_ROWS
-from strategies.paged_attention import CHUNK_TOKENS, NO_WINDOW, HeadMaths, KvWrite, Partial, finish, merge, write_kv
+from strategies.paged_attention import CHUNK_TOKENS, NO_WINDOW, HeadMaths, Partial, finish, merge
 from strategies.setting import AttentionSetting, LoraSetting
 from strategies.strategy_table import ATTENTION, LORA
 

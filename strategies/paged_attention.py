@@ -2,11 +2,11 @@
 
 A partial result is the unnormalised output with the running maximum and sum of each head (log-sum-exp merge). One
 compiled program serves every context length: the number of chunks is data. Pages that are not in the memory at hand are
-skipped, so the pages of one sequence can be attended in several places. All functions but `write_kv` run on the device
-as well as near the data, where constants are refused: they are made from operands.
+skipped, so the pages of one sequence can be attended in several places. All functions run on the device as well as near
+the data, where constants are refused: they are made from operands.
 
 Letters: L layers, P pages, W numbers of a page in one layer, [2, K, G, H], G tokens of a page, K KV heads, H head dim,
-T packed tokens, N query groups of a lane, Q queries of a group, R query heads of a KV head, M pages of a table, S
+N query groups of a lane, Q queries of a group, R query heads of a KV head, M pages of a table, S
 queries of a group times heads of a KV head, C tokens of a chunk.
 """
 
@@ -19,20 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from memory_pool.layout import PageLayout
-from memory_pool.raw import from_raw, to_raw
+from memory_pool.raw import from_raw
 from strategies.lanes import ABSENT, AttentionLane
 from strategies.low_rank import count_up, fill
 
 CHUNK_TOKENS = 128
 NO_WINDOW = 1 << 30
 _MASKED = -1e30
-
-
-class KvWrite(NamedTuple):
-    """Where the step's keys and values go: page and offset of each token, [T] int32; page 0 for padding."""
-
-    pages: Any
-    offsets: Any
 
 
 class Partial(NamedTuple):
@@ -61,21 +54,6 @@ class HeadMaths(NamedTuple):
     scale: float
     soft_cap: float | None
     window: Any
-
-
-def write_kv(
-    pages_LPW: jax.Array, layer: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, where: KvWrite, *, layout: PageLayout
-) -> jax.Array:
-    """Writes the step's keys and values of one layer into their pages, in place when the pages are donated."""
-    num_pages, heads, tokens = pages_LPW.shape[1], layout.kv_heads, layout.page_tokens
-    # The index is made flat so that one token of one head is one contiguous row.
-    rows = pages_LPW.reshape(-1, layout.head_dim)
-    first_T = (layer * num_pages + where.pages) * 2
-    head_K = jnp.arange(heads, dtype=jnp.int32)
-    for part, new_TKH in enumerate((k_TKH, v_TKH)):
-        index_TK = ((first_T + part)[:, None] * heads + head_K) * tokens + where.offsets[:, None]
-        rows = rows.at[index_TK].set(to_raw(new_TKH), mode="promise_in_bounds")
-    return rows.reshape(pages_LPW.shape)
 
 
 def merge(a: Partial, b: Partial) -> Partial:

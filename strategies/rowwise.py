@@ -1,4 +1,4 @@
-"""Functions of rows that XLA on the CPU cuts into passes of their own: the gate of an MLP, and the best of a row.
+"""Functions of rows that XLA on the CPU cuts into passes of their own: norms, rotations, gates, and the best of a row.
 
 XLA's versions are the reference and serve everywhere; the native kernels make one pass.
 """
@@ -6,6 +6,8 @@ XLA's versions are the reference and serve everywhere; the native kernels make o
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,35 +17,118 @@ from jax import lax
 from strategies import native
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def gated(gate: jax.Array, up: jax.Array, kind: str) -> jax.Array:
-    """activation(gate) * up, the activation computed in float32 and rounded before the product.
-
-    Args:
-        gate, up: [...] of one dtype.
-        kind: "silu", or "gelu" in its approximation by tanh.
-    """
-    if gate.dtype == jnp.bfloat16 and _native():
-        return native.gated(gate, up, silu=kind == "silu")
-    return xla_gated(gate, up, kind)
+def native_serves() -> bool:
+    """Whether the kernels for the CPU run here; else the references do."""
+    return jax.local_devices()[0].platform == "cpu" and native.unavailable() is None
 
 
-@gated.defjvp
-def _gated_jvp(kind: str, primals: Any, tangents: Any) -> Any:
-    return jax.jvp(lambda gate, up: xla_gated(gate, up, kind), primals, tangents)
+def _differentiated_as(reference: Callable[..., Any], operands: int) -> Callable[[Callable[..., Any]], Any]:
+    """Gives a function the derivative of `reference` by its first `operands` arguments."""
+
+    def wrap(function: Callable[..., Any]) -> Any:
+        settings = tuple(range(operands, len(inspect.signature(function).parameters)))
+        served = jax.custom_jvp(function, nondiff_argnums=settings)
+
+        @served.defjvp
+        def _jvp(*args: Any) -> Any:
+            *chosen, primals, tangents = args
+            return jax.jvp(lambda *values: reference(*values, *chosen), primals, tangents)
+
+        return functools.wraps(function)(served)
+
+    return wrap
 
 
-def xla_gated(gate: jax.Array, up: jax.Array, kind: str) -> jax.Array:
+def xla_gated(gate: jax.Array, up: jax.Array, kind: str, dtype: Any) -> jax.Array:
     """The reference of `gated`."""
+    gate, up = gate.astype(dtype), up.astype(dtype)
     # In float32 and rounded once: XLA on the CPU otherwise rounds after each operation, three times as slow.
     x = gate.astype(jnp.float32)
     active = jax.nn.silu(x) if kind == "silu" else jax.nn.gelu(x, approximate=True)
-    return active.astype(gate.dtype) * up
+    return active.astype(dtype) * up
+
+
+@_differentiated_as(xla_gated, operands=2)
+def gated(gate: jax.Array, up: jax.Array, kind: str, dtype: Any) -> jax.Array:
+    """activation(gate) * up, the activation computed in float32 and rounded before the product.
+
+    Args:
+        gate, up: [...] of `dtype`, or float32 that is first rounded to it.
+        kind: "silu", or "gelu" in its approximation by tanh.
+        dtype: of the result.
+    """
+    if _serves(dtype, gate, up):
+        return native.gated(gate, up, silu=kind == "silu")
+    return xla_gated(gate, up, kind, dtype)
+
+
+def xla_rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: bool, dtype: Any) -> jax.Array:
+    """The reference of `rms_norm`."""
+    x32 = x.astype(dtype).astype(jnp.float32)
+    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    if offset:
+        return (x32 * (1.0 + weight.astype(jnp.float32))).astype(dtype)
+    return x32.astype(dtype) * weight.astype(dtype)
+
+
+@_differentiated_as(xla_rms_norm, operands=2)
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: bool, dtype: Any) -> jax.Array:
+    """RMS norm over the last axis, in float32.
+
+    Args:
+        x: [..., D] of `dtype`, or float32 that is first rounded to it.
+        weight: [D].
+        eps: added to the mean square.
+        offset: multiplies by 1 + weight before it rounds (Gemma), else rounds and multiplies by weight.
+        dtype: of the result.
+    """
+    if _serves(dtype, x) and weight.dtype == dtype:
+        return native.rms_norm(x, weight, eps=eps, offset=offset)
+    return xla_rms_norm(x, weight, eps, offset, dtype)
+
+
+def xla_add_rms_norm(
+    x: jax.Array, out: jax.Array, weight: jax.Array, eps: float, offset: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The reference of `add_rms_norm`."""
+    total = x + out.astype(x.dtype)
+    return total, xla_rms_norm(total, weight, eps, offset, x.dtype)
+
+
+@_differentiated_as(xla_add_rms_norm, operands=3)
+def add_rms_norm(
+    x: jax.Array, out: jax.Array, weight: jax.Array, eps: float, offset: bool
+) -> tuple[jax.Array, jax.Array]:
+    """x [..., D] with `out` added, rounded to the dtype of x before and after, and the RMS norm of that."""
+    if _serves(x.dtype, x) and _serves(x.dtype, out) and weight.dtype == x.dtype:
+        return native.add_rms_norm(x, out, weight, eps=eps, offset=offset)
+    return xla_add_rms_norm(x, out, weight, eps, offset)
+
+
+def xla_rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: Any) -> jax.Array:
+    """The reference of `rotated`."""
+    low, high = jnp.split(x.astype(dtype).astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(dtype)
+
+
+@_differentiated_as(xla_rotated, operands=3)
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: Any) -> jax.Array:
+    """Dimension i of each head rotated with i + H / 2, in float32.
+
+    Args:
+        x: [..., heads, H] of `dtype`, or float32 that is first rounded to it.
+        cos, sin: [..., H / 2] float32.
+        dtype: of the result.
+    """
+    if _serves(dtype, x) and x.shape[:-2] == cos.shape[:-1]:
+        return native.rotated(x, cos, sin)
+    return xla_rotated(x, cos, sin, dtype)
 
 
 def first_best(x_BV: jax.Array) -> jax.Array:
     """Index i32[B] of the largest entry of f32[B, V], of equal ones the first; NaN is below all numbers."""
-    return native.first_best(x_BV) if _native() else xla_first_best(x_BV)
+    return native.first_best(x_BV) if native_serves() else xla_first_best(x_BV)
 
 
 def xla_first_best(x_BV: jax.Array) -> jax.Array:
@@ -60,5 +145,7 @@ def ordered(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.iinfo(jnp.int32).min, keys)
 
 
-def _native() -> bool:
-    return jax.local_devices()[0].platform == "cpu" and native.unavailable() is None
+def _serves(dtype: Any, *operands: jax.Array) -> bool:
+    """Whether the kernels for bfloat16 take these operands, all of one type."""
+    fits = dtype == jnp.bfloat16 and len({x.dtype for x in operands}) == 1
+    return fits and operands[0].dtype in (jnp.bfloat16, jnp.float32) and native_serves()

@@ -21,11 +21,12 @@ from jax import lax
 from memory_pool import from_raw, to_raw
 from plora_jax.config import ModelConfig
 from plora_jax.model import scopes
-from plora_jax.model.layers import Context, DecoderLayer, LayerConstants, matmul, rms_norm
+from plora_jax.model.layers import Context, DecoderLayer, LayerConstants, matmul
 from plora_jax.model.rope import Rotation, inverse_frequencies, rotation_of
 from plora_jax.parallel import TensorParallel
 from strategies.paged_attention import NO_WINDOW
 from strategies.products import is_packed, products
+from strategies.rowwise import rms_norm
 
 Params = Mapping[str, Any]
 
@@ -134,7 +135,8 @@ class Decoder:
         layers = (sliced, *map(jnp.asarray, (index, self._rope_of_layer, self._windows)))
         (x, cache), _ = lax.scan(body, (x, cache), layers)
         with jax.named_scope(scopes.NORM):
-            return rms_norm(x, params["final_norm"], self.config), cache
+            c = self.config
+            return rms_norm(x, params["final_norm"], c.norm_eps, c.norm_offset, x.dtype), cache
 
     def _rotations(self, positions: jax.Array) -> Rotation:
         """[kinds, ..., H / 2]: the rotations that layers have in common, computed once."""

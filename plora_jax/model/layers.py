@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from plora_jax.config import ModelConfig
 from plora_jax.model import scopes
 from plora_jax.model.moe import routed_experts
 from plora_jax.model.rope import rotate
 from plora_jax.parallel import ROW_PARALLEL, TensorParallel
 from strategies.products import PackedWeights, products
 from strategies.quantized import QuantizedWeights, largest_magnitude
-from strategies.rowwise import gated
+from strategies.rowwise import add_rms_norm, gated, rms_norm
 
 
 class LayerConstants(NamedTuple):
@@ -81,15 +80,6 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum("...I,OI->...O", x, weight, preferred_element_type=jnp.float32)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """RMS norm over the last axis, in float32; Gemma multiplies by 1 + weight before it rounds, others after."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
-    if config.norm_offset:
-        return (x32 * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
-    return x32.astype(x.dtype) * weight.astype(x.dtype)
-
-
 class DecoderLayer(nnx.Module):
     """Attention and MLP (or routed experts) of one layer, or of all layers when its parameters carry a leading axis L.
 
@@ -115,15 +105,21 @@ class DecoderLayer(nnx.Module):
         Returns:
             The residual stream and the cache.
         """
-        out, cache = self._attention(self._norm("input_norm", x), cache, context, layer)
-        x = x + (self._norm("post_attention_norm", out) if self.config.post_norms else out)
-        hidden = self._norm("pre_mlp_norm", x)
-        out = self._experts(hidden) if self.config.num_experts else self._mlp(hidden, context, layer)
-        return x + (self._norm("post_mlp_norm", out) if self.config.post_norms else out), cache
-
-    def _norm(self, name: str, x: jax.Array) -> jax.Array:
+        out, cache = self._attention(self._norm("input_norm", x, x.dtype), cache, context, layer)
+        out = self._norm("post_attention_norm", out, x.dtype) if self.config.post_norms else out
         with jax.named_scope(scopes.NORM):
-            return rms_norm(x, self._weight(name), self.config)
+            x, hidden = add_rms_norm(x, out, self._weight("pre_mlp_norm"), *self._norm_constants)
+        out = self._experts(hidden) if self.config.num_experts else self._mlp(hidden, context, layer)
+        out = self._norm("post_mlp_norm", out, x.dtype) if self.config.post_norms else out
+        return x + out.astype(x.dtype), cache
+
+    @property
+    def _norm_constants(self) -> tuple[float, bool]:
+        return self.config.norm_eps, self.config.norm_offset
+
+    def _norm(self, name: str, x: jax.Array, dtype: Any) -> jax.Array:
+        with jax.named_scope(scopes.NORM):
+            return rms_norm(x, self._weight(name), *self._norm_constants, dtype)
 
     def _weight(self, name: str) -> jax.Array:
         return getattr(self, name)[...]
@@ -131,7 +127,11 @@ class DecoderLayer(nnx.Module):
     def _project(
         self, x: jax.Array, names: Sequence[str], context: Context, layer: LayerConstants
     ) -> tuple[jax.Array, ...]:
-        """Projections that share an input, with the adapters' part and the bias, summed before rounding."""
+        """Projections that share an input, with the adapters' part and the bias.
+
+        Returns:
+            Sums in float32: whatever reads one rounds it, since rounding alone is a pass of its own.
+        """
         with jax.named_scope(scopes.PRODUCTS[names[0]]):
             sums = self._products(x, names, layer)
             for name in names:
@@ -139,10 +139,7 @@ class DecoderLayer(nnx.Module):
                 if hasattr(self, f"{name}_bias"):
                     sums[name] = sums[name] + self._weight(f"{name}_bias").astype(jnp.float32)
             sums = context.adapt(sums, x, layer)
-            return tuple(
-                (self.parallel.add_up(sums[name]) if name in ROW_PARALLEL else sums[name]).astype(x.dtype)
-                for name in names
-            )
+            return tuple(self.parallel.add_up(sums[name]) if name in ROW_PARALLEL else sums[name] for name in names)
 
     def _products(self, x: jax.Array, names: Sequence[str], layer: LayerConstants) -> dict[str, jax.Array]:
         """x times the base weights of projections that share it, float32."""
@@ -160,17 +157,17 @@ class DecoderLayer(nnx.Module):
         q = q.reshape(*q.shape[:-1], c.num_heads, c.head_dim)
         k, v = (y.reshape(*y.shape[:-1], c.num_kv_heads, c.head_dim) for y in (k, v))
         if c.qk_norm:
-            q, k = self._norm("q_norm", q), self._norm("k_norm", k)
+            q, k = self._norm("q_norm", q, x.dtype), self._norm("k_norm", k, x.dtype)
         with jax.named_scope(scopes.ROTARY):
-            q, k = (rotate(y, layer.rotation) for y in (q, k))
-        cache, out = context.attend(cache, q, k, v, layer)
+            q, k = (rotate(y, layer.rotation, x.dtype) for y in (q, k))
+        cache, out = context.attend(cache, q, k, v.astype(x.dtype), layer)
         (out,) = self._project(out.reshape(*out.shape[:-2], -1), ("o_proj",), context, layer)
         return out, cache
 
     def _mlp(self, x: jax.Array, context: Context, layer: LayerConstants) -> jax.Array:
         gate, up = self._project(x, ("gate_proj", "up_proj"), context, layer)
         with jax.named_scope(scopes.ACTIVATION):
-            active = gated(gate, up, self.config.activation)
+            active = gated(gate, up, self.config.activation, x.dtype)
         (out,) = self._project(active, ("down_proj",), context, layer)
         return out
 

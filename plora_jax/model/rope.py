@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from plora_jax.config import RopeConfig
+from strategies.rowwise import rotated
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -51,16 +52,15 @@ def rotation_of(positions: jax.Array, freqs: jax.Array) -> Rotation:
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
-def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
+def rotate(x: jax.Array, rotation: Rotation, dtype: Any) -> jax.Array:
     """Rotates halves: dimension i is paired with i + H / 2.
 
     Args:
-        x: [..., heads, H].
+        x: [..., heads, H] of `dtype`, or float32 that is first rounded to it.
         rotation: of the tokens [...].
+        dtype: of the result.
 
     Returns:
-        Same shape and dtype as x; computed in float32.
+        Same shape as x; computed in float32.
     """
-    cos, sin = (part[..., None, :] for part in rotation)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    return rotated(x, rotation.cos, rotation.sin, dtype)

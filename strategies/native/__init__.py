@@ -5,16 +5,16 @@ from strategies.native.calls import (
     block_attention,
     delta,
     expand,
-    first_best,
-    gated,
     int8_products,
     partial_attention,
     products,
     rows,
     shrink,
 )
+from strategies.native.row_calls import add_rms_norm, first_best, gated, rms_norm, rotated, write_kv
 
 __all__ = [
+    "add_rms_norm",
     "block_attention",
     "delta",
     "expand",
@@ -25,7 +25,10 @@ __all__ = [
     "matrix_unit_unavailable",
     "partial_attention",
     "products",
+    "rms_norm",
+    "rotated",
     "rows",
     "shrink",
     "unavailable",
+    "write_kv",
 ]

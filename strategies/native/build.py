@@ -30,6 +30,10 @@ _TARGETS = (
     "plora_products",
     "plora_int8_products",
     "plora_gated",
+    "plora_rms_norm",
+    "plora_add_rms_norm",
+    "plora_rotate",
+    "plora_write_kv",
     "plora_first_best",
 )
 _BUILD_LIMIT_S = 300

@@ -231,20 +231,6 @@ def int8_products(
     return tuple(jax.ffi.ffi_call("plora_int8_products", results)(layer, _raw(x_TI), largest, *operands))
 
 
-def gated(gate: jax.Array, up: jax.Array, *, silu: bool) -> jax.Array:
-    """As strategies.rowwise.xla_gated, for bfloat16."""
-    (out,) = jax.ffi.ffi_call("plora_gated", [jax.ShapeDtypeStruct(gate.shape, jnp.uint16)])(
-        to_raw(gate), to_raw(up), silu=np.bool_(silu)
-    )
-    return from_raw(out, jnp.bfloat16)
-
-
-def first_best(x_BV: jax.Array) -> jax.Array:
-    """As strategies.rowwise.xla_first_best."""
-    (out,) = jax.ffi.ffi_call("plora_first_best", [jax.ShapeDtypeStruct(x_BV.shape[:1], jnp.int32)])(x_BV)
-    return out
-
-
 def _like(pages_LPW: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a result in the memory space of the pages."""
     of_pages = jax.typeof(pages_LPW)

@@ -13,12 +13,10 @@ from strategies.paged_attention import (
     CHUNK_TOKENS,
     NO_WINDOW,
     HeadMaths,
-    KvWrite,
     Partial,
     finish,
     merge,
     partial_attention,
-    write_kv,
 )
 from tests.strategies.pages_for_tests import make_layout
 
@@ -141,15 +139,3 @@ def test_merge_of_complementary_tables_equals_one_table():
     whole = finish(attend("float32", q, numbers, 0, lane, maths))
     np.testing.assert_allclose(finish(merge(*parts)), whole, atol=2e-6)
     assert not np.asarray(whole)[2].any(), "padding sees nothing"
-
-
-def test_write_kv_touches_only_the_rows_named(dtype):
-    rng = np.random.default_rng(2)
-    layout = LAYOUT[dtype]
-    numbers, _ = make_pages(rng, dtype)
-    k, v = (rng.normal(size=(3, layout.kv_heads, layout.head_dim)).astype(layout.dtype) for _ in range(2))
-    where = KvWrite(np.array([2, 4, 0], np.int32), np.array([15, 0, 3], np.int32))
-    got = jax.jit(lambda *args: write_kv(*args, layout=layout))(raw(numbers), np.int32(1), k, v, where)
-    for token, (page, offset) in enumerate(zip(*where, strict=True)):
-        numbers[1, page, 0, :, offset], numbers[1, page, 1, :, offset] = k[token], v[token]
-    np.testing.assert_array_equal(got, raw(numbers))

@@ -1,0 +1,165 @@
+// RMS norms and rotations of bfloat16 rows, as functions of XLA: a row is read once, and what it gives depends on it alone.
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "rows.h"
+#include "threads.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace plora {
+namespace {
+
+using Any = ffi::AnyBuffer;
+using Bf16 = ffi::Buffer<ffi::BF16>;
+using F32 = ffi::Buffer<ffi::F32>;
+
+// What rows are multiplied by, and how.
+struct Norm {
+  const uint16_t* weight;
+  int64_t width;
+  float eps;
+  bool offset;  // by 1 + weight before the only rounding, else rounded before and after
+};
+
+// Sums of squares of a row, several at a time.
+class Squares {
+ public:
+  void Add(int64_t i, Vec part) {
+    Vec& sum = sums_[(i / kLanes) % kChains];
+    sum += part * part;
+  }
+  float InverseRms(const Norm& norm) const {
+    float mean = Sum((sums_[0] + sums_[1]) + (sums_[2] + sums_[3])) / static_cast<float>(norm.width);
+    return 1.0f / std::sqrt(mean + norm.eps);
+  }
+
+ private:
+  static constexpr int kChains = 4;
+  Vec sums_[kChains] = {};
+};
+
+template <typename T>
+float InverseRms(const T* x, const Norm& norm) {
+  Squares squares;
+  ForParts(norm.width, [&](int64_t i, auto count) { squares.Add(i, LoadRounded(x + i, count)); });
+  return squares.InverseRms(norm);
+}
+
+// As above of x + y, which is left in `sum`.
+template <typename T>
+float InverseRmsOfSum(const uint16_t* x, const T* y, uint16_t* sum, const Norm& norm) {
+  Squares squares;
+  ForParts(norm.width, [&](int64_t i, auto count) {
+    StorePart(sum + i, LoadPart(x + i, count) + LoadRounded(y + i, count), count);
+    squares.Add(i, LoadPart(sum + i, count));
+  });
+  return squares.InverseRms(norm);
+}
+
+template <typename T>
+void Scale(const T* x, float factor, const Norm& norm, uint16_t* out) {
+  ForParts(norm.width, [&](int64_t i, auto count) {
+    Vec part = LoadRounded(x + i, count) * factor, weight = LoadPart(norm.weight + i, count);
+    StorePart(out + i, norm.offset ? part * (1.0f + weight) : Rounded(part) * weight, count);
+  });
+}
+
+constexpr int64_t kOfNorm = 2;  // of one number, in the units of `Parallel`
+
+// Calls run(row) for each row of the numbers.
+template <typename F>
+void ForRows(int threads, int64_t numbers, int64_t width, const F& run) {
+  int64_t rows = width ? numbers / width : 0;
+  Parallel(threads, std::vector<int64_t>(rows, width * kOfNorm), [&](int begin, int end) {
+    for (int64_t row = begin; row < end; ++row) run(row);
+  });
+}
+
+template <typename T>
+void RmsNorm(int threads, const Any& x, const Norm& norm, uint16_t* out) {
+  auto rows = static_cast<const T*>(x.untyped_data());
+  ForRows(threads, x.element_count(), norm.width, [&](int64_t row) {
+    const T* from = rows + row * norm.width;
+    Scale(from, InverseRms(from, norm), norm, out + row * norm.width);
+  });
+}
+
+ffi::Error RmsNormImpl(ffi::ThreadPool pool, Any x, Bf16 weight, ffi::Result<Bf16> out, float eps, bool offset) {
+  Norm norm{weight.typed_data(), static_cast<int64_t>(weight.element_count()), eps, offset};
+  auto run = x.element_type() == ffi::F32 ? RmsNorm<float> : RmsNorm<uint16_t>;
+  run(pool.num_threads(), x, norm, out->typed_data());
+  return ffi::Error::Success();
+}
+
+template <typename T>
+void AddRmsNorm(int threads, Bf16 x, const Any& y, const Norm& norm, uint16_t* sums, uint16_t* out) {
+  auto added = static_cast<const T*>(y.untyped_data());
+  ForRows(threads, x.element_count(), norm.width, [&](int64_t row) {
+    int64_t at = row * norm.width;
+    float factor = InverseRmsOfSum(x.typed_data() + at, added + at, sums + at, norm);
+    Scale(sums + at, factor, norm, out + at);
+  });
+}
+
+ffi::Error AddRmsNormImpl(ffi::ThreadPool pool, Bf16 x, Any y, Bf16 weight, ffi::Result<Bf16> sums, ffi::Result<Bf16> out,
+                          float eps, bool offset) {
+  Norm norm{weight.typed_data(), static_cast<int64_t>(weight.element_count()), eps, offset};
+  auto run = y.element_type() == ffi::F32 ? AddRmsNorm<float> : AddRmsNorm<uint16_t>;
+  run(pool.num_threads(), x, y, norm, sums->typed_data(), out->typed_data());
+  return ffi::Error::Success();
+}
+
+// One head of a token: number i is paired with i + half.
+template <typename T>
+void RotateHead(const T* x, const float* cos, const float* sin, int64_t half, uint16_t* out) {
+  ForParts(half, [&](int64_t i, auto count) {
+    Vec low = LoadRounded(x + i, count), high = LoadRounded(x + half + i, count);
+    Vec c = LoadPart(cos + i, count), s = LoadPart(sin + i, count);
+    StorePart(out + i, low * c - high * s, count);
+    StorePart(out + half + i, high * c + low * s, count);
+  });
+}
+
+template <typename T>
+void Rotate(int threads, const Any& x, F32 cos, F32 sin, uint16_t* out) {
+  auto numbers = static_cast<const T*>(x.untyped_data());
+  int64_t head = x.dimensions().back(), half = head / 2, width = x.dimensions()[x.dimensions().size() - 2] * head;
+  ForRows(threads, x.element_count(), width, [&](int64_t token) {
+    for (int64_t at = token * width; at < (token + 1) * width; at += head) {
+      RotateHead(numbers + at, cos.typed_data() + token * half, sin.typed_data() + token * half, half, out + at);
+    }
+  });
+}
+
+ffi::Error RotateImpl(ffi::ThreadPool pool, Any x, F32 cos, F32 sin, ffi::Result<Bf16> out) {
+  auto run = x.element_type() == ffi::F32 ? Rotate<float> : Rotate<uint16_t>;
+  run(pool.num_threads(), x, cos, sin, out->typed_data());
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace plora
+
+using namespace plora;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    plora_rms_norm, RmsNormImpl,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Bf16>().Ret<Bf16>().Attr<float>("eps").Attr<bool>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_add_rms_norm, AddRmsNormImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Bf16>()
+                                  .Arg<Any>()
+                                  .Arg<Bf16>()
+                                  .Ret<Bf16>()
+                                  .Ret<Bf16>()
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_rotate, RotateImpl,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<F32>().Arg<F32>().Ret<Bf16>());

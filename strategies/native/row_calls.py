@@ -1,0 +1,66 @@
+"""The native kernels of rows as JAX functions, with the contracts of the XLA versions.
+
+bfloat16 goes in and out as it is: XLA on the CPU makes a bitcast to raw numbers a pass of its own over them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def gated(gate: jax.Array, up: jax.Array, *, silu: bool) -> jax.Array:
+    """As strategies.rowwise.xla_gated to bfloat16, from bfloat16 or float32."""
+    return jax.ffi.ffi_call("plora_gated", _bfloat16(gate))(gate, up, silu=np.bool_(silu))
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, offset: bool) -> jax.Array:
+    """As strategies.rowwise.xla_rms_norm to bfloat16, from bfloat16 or float32 and a bfloat16 weight."""
+    call = jax.ffi.ffi_call("plora_rms_norm", _bfloat16(x))
+    return call(x, weight, eps=np.float32(eps), offset=np.bool_(offset))
+
+
+def add_rms_norm(
+    x: jax.Array, out: jax.Array, weight: jax.Array, *, eps: float, offset: bool
+) -> tuple[jax.Array, jax.Array]:
+    """As strategies.rowwise.xla_add_rms_norm of bfloat16 x and weight, and bfloat16 or float32 out."""
+    call = jax.ffi.ffi_call("plora_add_rms_norm", [_bfloat16(x)] * 2)
+    total, norm = call(x, out, weight, eps=np.float32(eps), offset=np.bool_(offset))
+    return total, norm
+
+
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """As strategies.rowwise.xla_rotated to bfloat16, from bfloat16 or float32."""
+    return jax.ffi.ffi_call("plora_rotate", _bfloat16(x))(x, cos, sin)
+
+
+def write_kv(
+    pages_LPW: jax.Array,
+    layer: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    *,
+    pages_T: jax.Array,
+    offsets_T: jax.Array,
+    page_tokens: int,
+) -> jax.Array:
+    """As strategies.kv_write.xla_write_kv, for keys and values as wide as the numbers of the pages.
+
+    Raises:
+        At run time, where a token's page or offset is none.
+
+    Cost:
+        Reads and writes what the tokens have; the pages themselves are never copied.
+    """
+    call = jax.ffi.ffi_call("plora_write_kv", jax.typeof(pages_LPW), input_output_aliases={0: 0})
+    return call(pages_LPW, layer, k_TKH, v_TKH, pages_T, offsets_T, page_tokens=np.int32(page_tokens))
+
+
+def first_best(x_BV: jax.Array) -> jax.Array:
+    """As strategies.rowwise.xla_first_best."""
+    return jax.ffi.ffi_call("plora_first_best", jax.ShapeDtypeStruct(x_BV.shape[:1], jnp.int32))(x_BV)
+
+
+def _bfloat16(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
