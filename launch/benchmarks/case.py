@@ -43,6 +43,8 @@ class ThroughputCase:
         adapters: how many synthetic adapters to make in memory.
         adapter_ranks: ranks of the synthetic adapters, in turn; comma separated.
         adapter_targets: projections of the synthetic adapters, comma separated, such as q_proj,v_proj; or all-linear.
+        adapter_skew: requests draw their adapter by a power law, the r-th in proportion to r ** -skew; None for each in
+            its turn.
         adapter_dirs: real adapters instead, PEFT or Orbax directories, comma separated; repeatable.
         enable_lora: build the engine for adapters; None for doing so where the case has any.
         device_adapter_mb: device memory for adapters, MB of 2^20 bytes; None for as much as holds all of the case, and
@@ -71,6 +73,7 @@ class ThroughputCase:
     adapters: int = 0
     adapter_ranks: str = "8,16,32,64"
     adapter_targets: str = ALL_LINEAR
+    adapter_skew: float | None = None
     adapter_dirs: tuple[str, ...] = ()
     enable_lora: bool | None = None
     device_adapter_mb: int | None = None
@@ -117,6 +120,8 @@ class ThroughputCase:
             problems.append(
                 f"--adapter_ranks {self.adapter_ranks!r} must be whole numbers above 0 with commas, such as 8,16"
             )
+        if self.adapter_skew is not None and self.adapter_skew <= 0:
+            problems.append(f"--adapter_skew must be above 0, got {self.adapter_skew}")
         problems += output_problems(self.output_json)
         problems += self._trace_problems() + self._contradictions()
         if problems:
@@ -190,7 +195,7 @@ def jobs_of_runs(
     rng = random.Random(case.seed)
     while True:
         alike = [Arrival(0.0, case.prompt_tokens, case.new_tokens)] * case.requests
-        yield _jobs(rng, alike, models, ids_range)
+        yield _jobs(rng, alike, _drawn(rng, case, models, case.requests), ids_range)
 
 
 def jobs_of_replays(
@@ -205,9 +210,18 @@ def jobs_of_replays(
         ids_range: token ids of prompts, [low, high).
     """
     rng = random.Random(case.seed)
-    yield _jobs(rng, [arrival._replace(at_s=0.0) for arrival in sent[:_WARM_UP_REQUESTS]], models, ids_range)
+    first = [arrival._replace(at_s=0.0) for arrival in sent[:_WARM_UP_REQUESTS]]
+    yield _jobs(rng, first, _drawn(rng, case, models, len(first)), ids_range)
     while True:
-        yield _jobs(rng, sent, models, ids_range)
+        yield _jobs(rng, sent, _drawn(rng, case, models, len(sent)), ids_range)
+
+
+def _drawn(rng: random.Random, case: ThroughputCase, models: Sequence[str | None], count: int) -> Sequence[str | None]:
+    """Who answers `count` requests."""
+    if case.adapter_skew is None:
+        return models
+    weights = [rank**-case.adapter_skew for rank in range(1, len(models) + 1)]
+    return rng.choices(models, weights, k=count)
 
 
 def _jobs(

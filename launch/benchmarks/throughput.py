@@ -6,6 +6,10 @@
   python -m launch.bench throughput --adapters=4 --adapter_ranks=16 --adapter_targets=q_proj,v_proj --requests=8
       a case of your own; adapters are made in memory
 
+  python -m launch.bench throughput --adapters=1000 --adapter_targets=q_proj,v_proj --adapter_skew=1.06 --requests=256
+      --concurrency=32 --device_adapter_mb=64
+      many adapters, a few of them popular, most of them only in the pool
+
   python -m launch.bench throughput --model=/models/llama --adapter_dirs=/adapters/sql,/adapters/law
       a model and adapters of your own
 
@@ -257,14 +261,15 @@ def _case_in_words(
     if sent is not None:
         words = _replay_in_words(case, sent)
     words += f", greedy, ignore_eos; prompts random ids in [{ids_range[0]}, {ids_range[1]}), seed {case.seed}; "
+    turn = "in turn" if case.adapter_skew is None else f"drawn by a power law of exponent {case.adapter_skew:g}"
     if case.url is not None:
-        return words + f"models in turn: {len(models)}"
+        return words + f"models {turn}: {len(models)}"
     if case.adapter_dirs:
-        return words + f"adapters {', '.join(str(model) for model in models)} in turn"
+        return words + f"adapters {', '.join(str(model) for model in models)} {turn}"
     if not case.adapters:
         return words + "base model"
     ranks = ", ".join(str(rank) for rank in dict.fromkeys(case.ranks))
-    what = f"{case.adapters} synthetic adapters in turn" if case.adapters > 1 else "one synthetic adapter"
+    what = f"{case.adapters} synthetic adapters {turn}" if case.adapters > 1 else "one synthetic adapter"
     return words + f"{what}, rank {ranks} on {case.adapter_targets}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import pathlib
 import random
 
@@ -33,6 +35,19 @@ def test_peers_jobs_are_those_of_the_peers_measurement():
             assert job.new_tokens == 64
 
 
+def test_adapters_are_drawn_by_a_power_law_that_the_seed_gives():
+    case, _ = throughput.read_flags(parse("--adapters=100", "--requests=2000", "--adapter_skew=1"))
+    names = [f"a{i:04d}" for i in range(100)]
+    first, second = itertools.islice(jobs_of_runs(case, names, ids_range=(0, 9)), 2)
+    again = next(jobs_of_runs(case, names, ids_range=(0, 9)))
+    counts = collections.Counter(job.model for job in first)
+    # The first of 100 has 1 / (1 + 1/2 + ... + 1/100) = 0.193 of the requests, the second half as many.
+    assert counts["a0000"] == pytest.approx(0.193 * 2000, rel=0.15)
+    assert counts["a0001"] == pytest.approx(0.096 * 2000, rel=0.2)
+    assert [job.model for job in first] == [job.model for job in again]
+    assert [job.model for job in first] != [job.model for job in second]
+
+
 @pytest.mark.parametrize(("vocab", "wanted"), [(None, (1000, 40000)), (49152, (1000, 40000)), (256, (0, 256))])
 def test_prompt_ids_stay_in_the_vocabulary(vocab, wanted):
     assert prompt_ids_range(ThroughputCase(), vocab) == wanted
@@ -57,6 +72,7 @@ def test_every_preset_is_a_valid_case():
     [
         (["--case=huge"], "--case 'huge' is unknown; choose peers-base, peers-1, peers-32"),
         (["--requests=0"], "--requests must be at least 1, got 0"),
+        (["--adapter_skew=0"], "--adapter_skew must be above 0, got 0.0"),
         (["--runs=0", "--concurrency=0"], "--concurrency must be at least 1, got 0; --runs must be at least 1, got 0"),
         (["--adapters=-1"], "--adapters must be at least 0, got -1"),
         (["--adapter_ranks=8,x"], "--adapter_ranks '8,x' must be whole numbers above 0 with commas"),
