@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from memory_pool.layout import PageLayout
 from memory_pool.raw import to_raw
@@ -34,14 +35,15 @@ def write_kv(
     Args:
         pages_LPW: raw numbers.
         layer: [] int32.
-        k_TKH, v_TKH: of one type, as wide as the raw numbers.
+        k_TKH, v_TKH: of the dtype of the layout, or float32 that is first rounded to it.
         where: page and offset of each token; of tokens that go to one place the last stays.
         layout: of pages.
 
     Returns:
         The pages.
     """
-    if k_TKH.dtype == v_TKH.dtype and native_serves():
+    of_kernel = (layout.dtype, np.float32) if layout.dtype == jnp.bfloat16 else (layout.dtype,)
+    if k_TKH.dtype in of_kernel and v_TKH.dtype in of_kernel and native_serves():
         return native.write_kv(
             pages_LPW,
             layer,
@@ -65,5 +67,5 @@ def xla_write_kv(
     head_K = jnp.arange(heads, dtype=jnp.int32)
     for part, new_TKH in enumerate((k_TKH, v_TKH)):
         index_TK = ((first_T + part)[:, None] * heads + head_K) * tokens + where.offsets[:, None]
-        rows = rows.at[index_TK].set(to_raw(new_TKH), mode="promise_in_bounds")
+        rows = rows.at[index_TK].set(to_raw(new_TKH.astype(layout.dtype)), mode="promise_in_bounds")
     return rows.reshape(pages_LPW.shape)

@@ -26,7 +26,7 @@ from plora_jax.model.rope import Rotation, inverse_frequencies, rotation_of
 from plora_jax.parallel import TensorParallel
 from strategies.paged_attention import NO_WINDOW
 from strategies.products import is_packed, products
-from strategies.rowwise import rms_norm
+from strategies.rowwise import add_rms_norm
 
 Params = Mapping[str, Any]
 
@@ -123,7 +123,9 @@ class Decoder:
         with jax.named_scope(scopes.ROTARY):
             rotations = self._rotations(context.positions())
 
-        def body(carry: tuple[jax.Array, Any], layer: tuple[Any, ...]) -> tuple[tuple[jax.Array, Any], None]:
+        def body(
+            carry: tuple[jax.Array, jax.Array, Any], layer: tuple[Any, ...]
+        ) -> tuple[tuple[jax.Array, jax.Array, Any], None]:
             weights, index, rope, window = layer
             weights = {name: from_raw(w, x.dtype) if _is_raw(w) else w for name, w in weights.items()}
             leaves = [weights[name] if name in weights else jnp.zeros((), x.dtype) for name in self._names]
@@ -133,10 +135,10 @@ class Decoder:
 
         index = np.arange(self.config.num_layers, dtype=np.int32)
         layers = (sliced, *map(jnp.asarray, (index, self._rope_of_layer, self._windows)))
-        (x, cache), _ = lax.scan(body, (x, cache), layers)
+        (x, out, cache), _ = lax.scan(body, (x, jnp.zeros(x.shape, jnp.float32), cache), layers)
         with jax.named_scope(scopes.NORM):
             c = self.config
-            return rms_norm(x, params["final_norm"], c.norm_eps, c.norm_offset, x.dtype), cache
+            return add_rms_norm(x, out, params["final_norm"], c.norm_eps, c.norm_offset)[1], cache
 
     def _rotations(self, positions: jax.Array) -> Rotation:
         """[kinds, ..., H / 2]: the rotations that layers have in common, computed once."""

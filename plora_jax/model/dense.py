@@ -62,7 +62,7 @@ class DenseContext:
     def attend(
         self, cache: Any, q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerConstants
     ) -> tuple[Any, jax.Array]:
-        c = self._config
+        c, v = self._config, v.astype(q.dtype)
         batch, tokens = q.shape[:2]
         q = q.reshape(batch, tokens, c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
         scores = jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=jnp.float32) * c.query_scale

@@ -69,6 +69,8 @@ class Context(Protocol):
     ) -> tuple[Any, jax.Array]:
         """Attention of q [..., N, H] over what the cache holds and the new k, v [..., K, H].
 
+        Values are float32, to be rounded to the dtype of q and k.
+
         Returns:
             The cache with k and v, and the output [..., N, H].
         """
@@ -93,33 +95,37 @@ class DecoderLayer(nnx.Module):
         for name, value in params.items():
             setattr(self, name, nnx.Param(value))
 
-    def __call__(self, x: jax.Array, cache: Any, context: Context, layer: LayerConstants) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, out: jax.Array, cache: Any, context: Context, layer: LayerConstants
+    ) -> tuple[jax.Array, jax.Array, Any]:
         """One layer.
 
         Args:
             x: [..., D] residual stream.
+            out: [..., D] float32, what is still to be added to it: the norm that reads the sum adds in the same pass.
             cache: whatever the context attends over.
             context: adapters and attention.
             layer: constants of this layer.
 
         Returns:
-            The residual stream and the cache.
+            The residual stream, what is to be added to it, and the cache.
         """
-        out, cache = self._attention(self._norm("input_norm", x, x.dtype), cache, context, layer)
+        x, hidden = self._add("input_norm", x, out)
+        out, cache = self._attention(hidden, cache, context, layer)
         out = self._norm("post_attention_norm", out, x.dtype) if self.config.post_norms else out
-        with jax.named_scope(scopes.NORM):
-            x, hidden = add_rms_norm(x, out, self._weight("pre_mlp_norm"), *self._norm_constants)
+        x, hidden = self._add("pre_mlp_norm", x, out)
         out = self._experts(hidden) if self.config.num_experts else self._mlp(hidden, context, layer)
         out = self._norm("post_mlp_norm", out, x.dtype) if self.config.post_norms else out
-        return x + out.astype(x.dtype), cache
+        return x, out.astype(jnp.float32), cache
 
-    @property
-    def _norm_constants(self) -> tuple[float, bool]:
-        return self.config.norm_eps, self.config.norm_offset
+    def _add(self, name: str, x: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The residual stream with `out` added, and the norm of that."""
+        with jax.named_scope(scopes.NORM):
+            return add_rms_norm(x, out, self._weight(name), self.config.norm_eps, self.config.norm_offset)
 
     def _norm(self, name: str, x: jax.Array, dtype: Any) -> jax.Array:
         with jax.named_scope(scopes.NORM):
-            return rms_norm(x, self._weight(name), *self._norm_constants, dtype)
+            return rms_norm(x, self._weight(name), self.config.norm_eps, self.config.norm_offset, dtype)
 
     def _weight(self, name: str) -> jax.Array:
         return getattr(self, name)[...]
@@ -160,7 +166,7 @@ class DecoderLayer(nnx.Module):
             q, k = self._norm("q_norm", q, x.dtype), self._norm("k_norm", k, x.dtype)
         with jax.named_scope(scopes.ROTARY):
             q, k = (rotate(y, layer.rotation, x.dtype) for y in (q, k))
-        cache, out = context.attend(cache, q, k, v.astype(x.dtype), layer)
+        cache, out = context.attend(cache, q, k, v, layer)
         (out,) = self._project(out.reshape(*out.shape[:-2], -1), ("o_proj",), context, layer)
         return out, cache
 

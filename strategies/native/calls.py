@@ -204,7 +204,7 @@ def products(x_TI: jax.Array, tiles: Sequence[jax.Array], layer: jax.Array) -> t
         Reads each weight once, whatever the number of rows.
     """
     results = [jax.ShapeDtypeStruct((x_TI.shape[0], w.shape[1] * 16), jnp.float32) for w in tiles]
-    return tuple(jax.ffi.ffi_call("plora_products", results)(layer, to_raw(x_TI), *tiles))
+    return tuple(jax.ffi.ffi_call("plora_products", results)(layer, x_TI, *tiles))
 
 
 def int8_products(
@@ -228,7 +228,7 @@ def int8_products(
     results = [jax.ShapeDtypeStruct((x_TI.shape[0], tiles.shape[1] * 16), jnp.float32) for tiles, _ in weights]
     largest = jnp.zeros((0,), jnp.float32) if largest_T is None else largest_T
     operands = [operand for pair in weights for operand in pair]
-    return tuple(jax.ffi.ffi_call("plora_int8_products", results)(layer, _raw(x_TI), largest, *operands))
+    return tuple(jax.ffi.ffi_call("plora_int8_products", results)(layer, _checked(x_TI), largest, *operands))
 
 
 def _like(pages_LPW: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -243,11 +243,15 @@ def _deltas(pages_LPW: jax.Array, tokens: int, layout: PageLayout, group: tuple[
 
 
 def _raw(array: jax.Array) -> jax.Array:
+    return to_raw(_checked(array))
+
+
+def _checked(array: jax.Array) -> jax.Array:
     if array.dtype not in (jnp.bfloat16, jnp.float32):
         raise TypeError(
             f"the native kernels take bfloat16 and float32, not {array.dtype}: cast it, or set PLORA_NATIVE=0"
         )
-    return to_raw(array)
+    return array
 
 
 def _indices(layout: PageLayout, group: tuple[str, ...]) -> np.ndarray:

@@ -25,46 +25,44 @@ struct Norm {
   bool offset;  // by 1 + weight before the only rounding, else rounded before and after
 };
 
-// Sums of squares of a row, several at a time.
-class Squares {
- public:
-  void Add(int64_t i, Vec part) {
-    Vec& sum = sums_[(i / kLanes) % kChains];
-    sum += part * part;
-  }
-  float InverseRms(const Norm& norm) const {
-    float mean = Sum((sums_[0] + sums_[1]) + (sums_[2] + sums_[3])) / static_cast<float>(norm.width);
-    return 1.0f / std::sqrt(mean + norm.eps);
-  }
-
- private:
-  static constexpr int kChains = 4;
-  Vec sums_[kChains] = {};
-};
+// 1 / the root of the mean square of a row, whose numbers two(i, count) gives by 2 * kLanes.
+template <typename F>
+float InverseRms(const Norm& norm, const F& two) {
+  Vec sums[4] = {};  // several at a time
+  auto add = [](Vec* sums, Two part) { sums[0] += part.a * part.a, sums[1] += part.b * part.b; };
+  constexpr int kTwo = 2 * kLanes;
+  const std::integral_constant<int, kTwo> all;
+  int64_t i = 0;
+  for (; i + 2 * kTwo <= norm.width; i += 2 * kTwo) add(sums, two(i, all)), add(sums + 2, two(i + kTwo, all));
+  if (i + kTwo <= norm.width) add(sums, two(i, all)), i += kTwo;
+  if (i < norm.width) add(sums + 2, two(i, static_cast<int>(norm.width - i)));
+  float mean = Sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(norm.width);
+  return 1.0f / std::sqrt(mean + norm.eps);
+}
 
 template <typename T>
-float InverseRms(const T* x, const Norm& norm) {
-  Squares squares;
-  ForParts(norm.width, [&](int64_t i, auto count) { squares.Add(i, LoadRounded(x + i, count)); });
-  return squares.InverseRms(norm);
+float InverseRmsOf(const T* x, const Norm& norm) {
+  return InverseRms(norm, [&](int64_t i, auto count) { return LoadTwo(x + i, count); });
 }
 
 // As above of x + y, which is left in `sum`.
 template <typename T>
 float InverseRmsOfSum(const uint16_t* x, const T* y, uint16_t* sum, const Norm& norm) {
-  Squares squares;
-  ForParts(norm.width, [&](int64_t i, auto count) {
-    StorePart(sum + i, LoadPart(x + i, count) + LoadRounded(y + i, count), count);
-    squares.Add(i, LoadPart(sum + i, count));
+  return InverseRms(norm, [&](int64_t i, auto count) {
+    Two a = LoadTwo(x + i, count), b = LoadTwo(y + i, count);
+    StoreTwo(sum + i, {a.a + b.a, a.b + b.b}, count);
+    return LoadTwo(sum + i, count);
   });
-  return squares.InverseRms(norm);
 }
 
 template <typename T>
 void Scale(const T* x, float factor, const Norm& norm, uint16_t* out) {
-  ForParts(norm.width, [&](int64_t i, auto count) {
-    Vec part = LoadRounded(x + i, count) * factor, weight = LoadPart(norm.weight + i, count);
-    StorePart(out + i, norm.offset ? part * (1.0f + weight) : Rounded(part) * weight, count);
+  auto scaled = [&](Vec part, Vec weight) {
+    return norm.offset ? part * factor * (1.0f + weight) : Rounded(part * factor) * weight;
+  };
+  ForTwos(norm.width, [&](int64_t i, auto count) {
+    Two part = LoadTwo(x + i, count), weight = LoadTwo(norm.weight + i, count);
+    StoreTwo(out + i, {scaled(part.a, weight.a), scaled(part.b, weight.b)}, count);
   });
 }
 
@@ -84,7 +82,7 @@ void RmsNorm(int threads, const Any& x, const Norm& norm, uint16_t* out) {
   auto rows = static_cast<const T*>(x.untyped_data());
   ForRows(threads, x.element_count(), norm.width, [&](int64_t row) {
     const T* from = rows + row * norm.width;
-    Scale(from, InverseRms(from, norm), norm, out + row * norm.width);
+    Scale(from, InverseRmsOf(from, norm), norm, out + row * norm.width);
   });
 }
 

@@ -17,6 +17,7 @@ namespace {
 
 using I32 = ffi::Buffer<ffi::S32>;
 using U16 = ffi::Buffer<ffi::U16>;
+using Bf16 = ffi::Buffer<ffi::BF16>;
 using F32 = ffi::Buffer<ffi::F32>;
 using S8 = ffi::Buffer<ffi::S8>;
 
@@ -27,7 +28,7 @@ struct Projection {
   float* y;
 };
 
-ffi::Error ProductsImpl(ffi::ThreadPool pool, I32 layer, U16 x, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+ffi::Error ProductsImpl(ffi::ThreadPool pool, I32 layer, Bf16 x, ffi::RemainingArgs args, ffi::RemainingRets rets) {
 #ifdef __AMX_BF16__
   ProductRows rows{x.typed_data(), x.dimensions()[0], x.dimensions()[1]};
   int64_t left = rows.count % kTileSide;
@@ -102,7 +103,7 @@ ffi::Error Int8ProductsImpl(ffi::ThreadPool pool, I32 layer, ffi::AnyBuffer x, F
 #ifdef PLORA_INT8_UNIT
   int64_t count = x.dimensions()[0], width = x.dimensions()[1];
   int threads = pool.num_threads();
-  DigitRows rows = x.element_type() == ffi::U16
+  DigitRows rows = x.element_type() == ffi::BF16
                        ? Split(threads, reinterpret_cast<const uint16_t*>(x.untyped_data()), count, width, largest)
                        : Split(threads, reinterpret_cast<const uint32_t*>(x.untyped_data()), count, width, largest);
   std::vector<Int8Projection> projections;
@@ -163,4 +164,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_int8_products, Int8ProductsImpl,
                                   .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_products, ProductsImpl,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<I32>().Arg<U16>().RemainingArgs().RemainingRets());
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<I32>().Arg<Bf16>().RemainingArgs().RemainingRets());

@@ -45,7 +45,7 @@ def write_kv(
     offsets_T: jax.Array,
     page_tokens: int,
 ) -> jax.Array:
-    """As strategies.kv_write.xla_write_kv, for keys and values as wide as the numbers of the pages.
+    """As strategies.kv_write.xla_write_kv, for keys and values as wide as the pages' numbers, or float32 for bfloat16.
 
     Raises:
         At run time, where a token's page or offset is none.

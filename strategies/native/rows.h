@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -30,6 +31,14 @@ template <typename F>
 inline void ForParts(int64_t width, const F& visit) {
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes) visit(i, std::integral_constant<int, kLanes>());
+  if (i < width) visit(i, static_cast<int>(width - i));
+}
+
+// The same by 2 * kLanes.
+template <typename F>
+inline void ForTwos(int64_t width, const F& visit) {
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= width; i += 2 * kLanes) visit(i, std::integral_constant<int, 2 * kLanes>());
   if (i < width) visit(i, static_cast<int>(width - i));
 }
 
@@ -76,5 +85,20 @@ inline Two LoadTwo(const float* p) {
 }
 inline void StoreTwo(uint16_t* p, Two two) { Store(p, two.a), Store(p + kLanes, two.b); }
 #endif
+
+// As `LoadTwo` and `StoreTwo` of the `count` numbers that are there; zeros beyond.
+template <typename T>
+inline Two LoadTwo(const T* p, int count) {
+  if (count >= 2 * kLanes) return LoadTwo(p);
+  T part[2 * kLanes] = {};
+  std::copy_n(p, count, part);
+  return LoadTwo(part);
+}
+inline void StoreTwo(uint16_t* p, Two two, int count) {
+  if (count >= 2 * kLanes) return StoreTwo(p, two);
+  uint16_t part[2 * kLanes];
+  StoreTwo(part, two);
+  std::copy_n(part, count, p);
+}
 
 }  // namespace plora

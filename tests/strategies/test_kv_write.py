@@ -59,6 +59,17 @@ def test_write_kv_of_wide_heads_on_two_threads_equals_xla():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("write", [write_kv, xla_write_kv])
+@pytest.mark.parametrize("head_dim", [20, 64])
+def test_write_kv_rounds_float32_values_for_bfloat16_pages(write, head_dim):
+    layout, numbers, k, _ = case("bfloat16", 50, head_dim=head_dim)
+    v = np.random.default_rng(1).normal(size=k.shape).astype(np.float32)
+    v[0, 0, :4] = np.inf, -np.inf, np.nan, 3.4e38
+    run = jax.jit(functools.partial(write, layout=layout))
+    got, want = (run(raw(numbers), np.int32(1), k, values, places(50)) for values in (v, v.astype(layout.dtype)))
+    np.testing.assert_array_equal(*(np.asarray(pages).view(layout.dtype).astype(np.float32) for pages in (got, want)))
+
+
 @needs_native
 def test_write_kv_of_tokens_to_one_place_leaves_the_last():
     layout, numbers, k, v = case("bfloat16", 60)

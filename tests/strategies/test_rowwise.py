@@ -35,11 +35,11 @@ def wide(shape, scale=4.0, seed=0):
 
 
 def assert_same_to_a_rounding(got, want):
-    """Equal but for one unit in the last place here and there: sums and exponentials differ in their last bits."""
+    """Equal but for a unit in the last place here and there, or two after two roundings: sums have another order."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.dtype == want.dtype == BF16
     got, want = got.astype(np.float32), want.astype(np.float32)
-    np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-30)
+    np.testing.assert_allclose(got, want, rtol=2**-6, atol=1e-30)
     assert np.mean(got != want) < 0.005
 
 
