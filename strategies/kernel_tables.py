@@ -6,6 +6,7 @@ device and, inside near-data functions, the pool.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -65,11 +66,17 @@ def _native(call: Callable[..., Any]) -> tuple[Kernel, ...]:
     return (Kernel("native", call, native.unavailable),)
 
 
+def _on_tiles(call: Callable[..., Any]) -> tuple[Kernel, ...]:
+    return (Kernel("native-tiles", call, native.matrix_unit_unavailable),)
+
+
 # The native kernels read memory near its speed, give a token the same bits in any company, and multiply each token only
-# with its own adapter's components; XLA multiplies all with all, but has the matrix unit. 512 tokens in all layers
-# of the default model (`launch.bench strategies --phase=prefill`, beside other load), XLA and native: one of rank 64
-# takes 230 and 487 ms, 32 of rank 32 take 1664 and 480. Attention of prefill is theirs where they have the matrix unit:
-# for blocks of 16 queries, 3 heads each, it makes 200 GFLOP/s a core of bfloat16, XLA 72, vectors 53.
+# with its own adapter's components; XLA multiplies all with all. Prefill is theirs where they have the matrix unit: for
+# blocks of 16 queries, 3 heads each, attention makes 200 GFLOP/s a core of bfloat16, XLA 72, vectors 53. `delta` of 512
+# tokens in all layers of the default model on two cores (medians of 15 calls in one program), vectors and tiles: four
+# adapters of rank 8 to 64 take 81 and 22 ms, one of rank 64 163 and 31, one of rank 8 23 and 20, 32 of rank 32 87 and
+# 55; half of what is left is the results' way to memory. Vectors win below some 16 tokens an adapter (16 of rank 16 of
+# 5 tokens: 13 and 19 ms), but a choice by count would change a token's bits with its company.
 _LORA: Table = {
     "shrink": _native(native.shrink),
     "expand": _native(native.expand),
@@ -77,8 +84,15 @@ _LORA: Table = {
     "rows": _native(native.rows),
 }
 DECODE: Mapping[str, Table] = {"cpu": {**_LORA, "attention": _native(native.partial_attention)}}
-_BLOCKS = Kernel("native-tiles", native.block_attention, native.matrix_unit_unavailable)
-PREFILL: Mapping[str, Table] = {"cpu": {**_LORA, "attention": (_BLOCKS,)}}
+_TILES: Table = {
+    "shrink": _on_tiles(functools.partial(native.shrink, on_tiles=True)),
+    "expand": _on_tiles(functools.partial(native.expand, on_tiles=True)),
+    "delta": _on_tiles(functools.partial(native.delta, on_tiles=True)),
+    "attention": _on_tiles(native.block_attention),
+}
+PREFILL: Mapping[str, Table] = {
+    "cpu": {field: (*_TILES.get(field, ()), *_LORA.get(field, ())) for field in KernelSet._fields}
+}
 """Tables by platform."""
 
 

@@ -5,7 +5,8 @@ They run on the device and near the data: results are in the memory space of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,16 +34,18 @@ def shrink(
     group: tuple[str, ...],
     max_rank: int,
     out_dtype: Any = None,
+    on_tiles: bool = False,
 ) -> jax.Array:
-    """As strategies.low_rank.shrink.
+    """As strategies.low_rank.shrink; with `on_tiles` on the processor's matrix unit, where dtypes and widths fit it.
 
     Cost:
         Reads each rank component in use once, whatever the number of tokens.
     """
+    on_tiles = on_tiles and _fits_tiles(x_TI, pages_LPW, inputs=_width_of(layout.in_width, group))
     dtype = np.dtype(out_dtype or x_TI.dtype)
     result = _like(pages_LPW, (len(group), x_TI.shape[0], max_rank), raw_dtype(dtype))
-    m = jax.ffi.ffi_call("plora_shrink", result)(
-        _raw(x_TI),
+    m = jax.ffi.ffi_call("plora_tile_shrink" if on_tiles else "plora_shrink", result)(
+        x_TI if on_tiles else _raw(x_TI),
         pages_LPW,
         layer,
         lane.owner,
@@ -63,16 +66,19 @@ def expand(
     *,
     layout: PageLayout,
     group: tuple[str, ...],
+    on_tiles: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """As strategies.low_rank.expand.
+    """As strategies.low_rank.expand; with `on_tiles` on the processor's matrix unit, where dtypes and widths fit it.
 
     Cost:
         Reads each rank component in use once, whatever the number of tokens.
     """
-    call = jax.ffi.ffi_call("plora_expand", _deltas(pages_LPW, m_GTR.shape[1], layout, group))
+    on_tiles = on_tiles and _fits_tiles(m_GTR, pages_LPW, outputs=_width_of(layout.out_width, group))
+    target = "plora_tile_expand" if on_tiles else "plora_expand"
+    call = jax.ffi.ffi_call(target, _deltas(pages_LPW, m_GTR.shape[1], layout, group))
     return tuple(
         call(
-            _raw(m_GTR),
+            m_GTR if on_tiles else _raw(m_GTR),
             pages_LPW,
             layer,
             lane.owner,
@@ -93,16 +99,20 @@ def delta(
     layout: PageLayout,
     group: tuple[str, ...],
     max_rank: int,
+    on_tiles: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """As strategies.low_rank.delta.
+    """As strategies.low_rank.delta; with `on_tiles` on the processor's matrix unit, where dtypes and widths fit it.
 
     Cost:
         Reads each rank component in use once, whatever the number of tokens.
     """
-    call = jax.ffi.ffi_call("plora_delta", _deltas(pages_LPW, x_TI.shape[0], layout, group))
+    widths = {"inputs": _width_of(layout.in_width, group), "outputs": _width_of(layout.out_width, group)}
+    on_tiles = on_tiles and _fits_tiles(x_TI, pages_LPW, **widths)
+    target = "plora_tile_delta" if on_tiles else "plora_delta"
+    call = jax.ffi.ffi_call(target, _deltas(pages_LPW, x_TI.shape[0], layout, group))
     return tuple(
         call(
-            _raw(x_TI),
+            x_TI if on_tiles else _raw(x_TI),
             pages_LPW,
             layer,
             lane.owner,
@@ -240,6 +250,17 @@ def _like(pages_LPW: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
 
 def _deltas(pages_LPW: jax.Array, tokens: int, layout: PageLayout, group: tuple[str, ...]) -> list[Any]:
     return [_like(pages_LPW, (tokens, layout.out_width(name)), jnp.float32) for name in group]
+
+
+def _width_of(width: Callable[[str], int], group: tuple[str, ...]) -> int:
+    """What divides the widths of all projections of a group."""
+    return math.gcd(*map(width, group))
+
+
+def _fits_tiles(rows: jax.Array, pages_LPW: jax.Array, *, inputs: int = 0, outputs: int = 0) -> bool:
+    """Whether bfloat16 rows and pages with these widths, or multiples of them, are whole tiles."""
+    fits = rows.dtype == jnp.bfloat16 and pages_LPW.dtype == jnp.uint16
+    return fits and inputs % _TILE_INPUTS == 0 and outputs % _TILE_SIDE == 0
 
 
 def _raw(array: jax.Array) -> jax.Array:

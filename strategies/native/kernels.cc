@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "low_rank.h"
+#include "low_rank_operands.h"
 #include "matrix_attention.h"
 #include "threads.h"
 #include "vectors.h"
@@ -20,15 +21,6 @@ namespace ffi = xla::ffi;
 namespace plora {
 namespace {
 
-using I32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
-using Any = ffi::AnyBuffer;
-
-template <typename T>
-const T* Numbers(const Any& buffer) {
-  return static_cast<const T*>(buffer.untyped_data());
-}
-
 // Calls f with a null pointer of the type of each buffer's raw numbers.
 template <typename F>
 void ForTypes(const Any& pages, const Any& x, F f) {
@@ -36,13 +28,6 @@ void ForTypes(const Any& pages, const Any& x, F f) {
   const uint16_t* h = nullptr;
   const uint32_t* w = nullptr;
   half ? (half_x ? f(h, h) : f(h, w)) : (half_x ? f(w, h) : f(w, w));
-}
-
-template <typename T>
-Side<T> SideOf(const Any& pages, const I32& layer, const I32& ranks, const I32& tables, Ints widths) {
-  auto sizes = pages.dimensions();
-  const T* first = Numbers<T>(pages) + layer.typed_data()[0] * sizes[1] * sizes[2];
-  return {first, sizes[2], tables.typed_data(), tables.dimensions()[1], ranks.typed_data(), widths};
 }
 
 // One piece for each adapter in use and projection that it changes, whose extent is that of `extent(rank, projection)`.
@@ -108,23 +93,6 @@ void RunPieces(int threads, const std::vector<Piece>& pieces, const Task& task) 
       task(pieces[i], task.First(next));
     }
   });
-}
-
-// The results' arrays, with zeros where no piece will write.
-std::vector<float*> Results(ffi::RemainingRets& rets, const I32& owner, const I32& ranks, Ints group, int max_rank) {
-  int64_t adapters = ranks.dimensions()[0], projections = ranks.dimensions()[1];
-  std::vector<float*> y;
-  for (size_t at = 0; at < group.size(); ++at) {
-    auto result = rets.get<F32>(at).value();
-    int64_t tokens = result->dimensions()[0], width = result->dimensions()[1];
-    for (int64_t t = 0; t < tokens; ++t) {
-      int64_t who = owner.typed_data()[t];
-      bool used = who >= 0 && who < adapters && ranks.typed_data()[who * projections + group[at]] > 0 && max_rank > 0;
-      if (!used) std::memset(result->typed_data() + t * width, 0, width * sizeof(float));
-    }
-    y.push_back(result->typed_data());
-  }
-  return y;
 }
 
 constexpr int kRowGrain = 4, kColumnGrain = 64;

@@ -16,20 +16,6 @@
 
 namespace plora {
 
-// Memory that begins at a cache line.
-template <typename N>
-class Lines {
- public:
-  explicit Lines(int64_t count) : lines_((count * sizeof(N) + 63) / 64) {}
-  N* data() { return reinterpret_cast<N*>(lines_.data()); }
-
- private:
-  struct alignas(64) Line {
-    uint8_t bytes[64] = {};
-  };
-  std::vector<Line> lines_;
-};
-
 // Numbers that are read ahead beside a product of tiles.
 constexpr int kBeside = 8 * kTileInputs;
 

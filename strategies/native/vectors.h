@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -197,5 +198,19 @@ inline Vec Tanh(Vec x) {
   near = near * square * x + x;
   return size < 0.25f ? near : (x < 0 ? -far : far);
 }
+
+// Memory that begins at a cache line.
+template <typename N>
+class Lines {
+ public:
+  explicit Lines(int64_t count) : lines_((count * sizeof(N) + 63) / 64) {}
+  N* data() { return reinterpret_cast<N*>(lines_.data()); }
+
+ private:
+  struct alignas(64) Line {
+    uint8_t bytes[64] = {};
+  };
+  std::vector<Line> lines_;
+};
 
 }  // namespace plora

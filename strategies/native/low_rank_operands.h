@@ -1,0 +1,49 @@
+// Operands and results of the functions of XLA that apply adapters.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "low_rank.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace plora {
+
+namespace ffi = xla::ffi;
+
+using I32 = ffi::Buffer<ffi::S32>;
+using F32 = ffi::Buffer<ffi::F32>;
+using Any = ffi::AnyBuffer;
+
+template <typename T>
+const T* Numbers(const Any& buffer) {
+  return static_cast<const T*>(buffer.untyped_data());
+}
+
+template <typename T>
+Side<T> SideOf(const Any& pages, const I32& layer, const I32& ranks, const I32& tables, Ints widths) {
+  auto sizes = pages.dimensions();
+  const T* first = Numbers<T>(pages) + layer.typed_data()[0] * sizes[1] * sizes[2];
+  return {first, sizes[2], tables.typed_data(), tables.dimensions()[1], ranks.typed_data(), widths};
+}
+
+// The results' arrays, with zeros where no piece will write.
+inline std::vector<float*> Results(ffi::RemainingRets& rets, const I32& owner, const I32& ranks, Ints group, int max_rank) {
+  int64_t adapters = ranks.dimensions()[0], projections = ranks.dimensions()[1];
+  std::vector<float*> y;
+  for (size_t at = 0; at < group.size(); ++at) {
+    auto result = rets.get<F32>(at).value();
+    int64_t tokens = result->dimensions()[0], width = result->dimensions()[1];
+    for (int64_t t = 0; t < tokens; ++t) {
+      int64_t who = owner.typed_data()[t];
+      bool used = who >= 0 && who < adapters && ranks.typed_data()[who * projections + group[at]] > 0 && max_rank > 0;
+      if (!used) std::memset(result->typed_data() + t * width, 0, width * sizeof(float));
+    }
+    y.push_back(result->typed_data());
+  }
+  return y;
+}
+
+}  // namespace plora
