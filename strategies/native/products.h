@@ -59,7 +59,8 @@ struct ProductRows {
   int64_t count, width;
 };
 
-constexpr int64_t kWeightsAhead = 4096;  // bytes
+constexpr int64_t kStepsAhead = 4;  // tiles of each column
+constexpr int kLineNumbers = 32;
 
 // kRows x kColumns tiles of y [., stride] from row tile `row` and output tile `column` on.
 template <int kRows, int kColumns>
@@ -73,15 +74,23 @@ inline __attribute__((always_inline)) void MultiplyTiles(const ProductRows& rows
   const uint16_t* x = rows.x + row * kTileSide * rows.width;
   for (int64_t k = 0; k < tiles; ++k) {
     const uint16_t* w = weights + k * kTileNumbers;
-    const char* ahead = reinterpret_cast<const char*>(w) + kWeightsAhead;
-    for (int i = 0; row == 0 && i < 16; ++i) {
-      __builtin_prefetch(ahead + 64 * i, 0, 2);
-      if (kColumns > 1) __builtin_prefetch(ahead + 2 * of_column + 64 * i, 0, 2);
-    }
+    // What is read a few steps later: of these columns, or of those that follow them in memory.
+    int64_t later = k + kStepsAhead;
+    const uint16_t* ahead = weights + (later < tiles ? later : later - tiles + kColumns * tiles) * kTileNumbers;
+    auto bring = [&](int first) __attribute__((always_inline)) {
+      for (int i = first; row == 0 && i < first + 4; ++i) {
+        __builtin_prefetch(ahead + kLineNumbers * i, 0, 3);
+        if (kColumns > 1) __builtin_prefetch(ahead + of_column + kLineNumbers * i, 0, 3);
+      }
+    };
+    bring(0);
     _tile_loadd(4, x + k * kTileInputs, rows.width * 2);
     if (kRows > 1) { _tile_loadd(5, x + kTileSide * rows.width + k * kTileInputs, rows.width * 2); }
+    bring(4);
     _tile_loadd(6, w, 64);
+    bring(8);
     if (kColumns > 1) { _tile_loadd(7, w + of_column, 64); }
+    bring(12);
     _tile_dpbf16ps(0, 4, 6);
     if (kColumns > 1) { _tile_dpbf16ps(1, 4, 7); }
     if (kRows > 1) { _tile_dpbf16ps(2, 5, 6); }
