@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from memory_pool.adapter_pool import AdapterPool, PlacedAdapter
+from memory_pool.huge_pages import move_to_huge_pages
 from memory_pool.ledger import Crossing, Ledger
 from memory_pool.link import device_sharding, pool_sharding, store_in_pool, store_on_device
 from memory_pool.page_memory import PageMemory
@@ -117,6 +118,8 @@ class JaxExecutor:
         self.on_step: Callable[[StepPlan], None] | None = None
         self.meanwhile: Callable[[], None] = lambda: None
         self.programs = self._compile_all(progress)
+        # The products of few rows take 5 to 10 % less time; done last, since it takes a core from the compiler.
+        move_to_huge_pages(jax.tree.leaves(self._params))
 
     @property
     def max_decode_rows(self) -> int:

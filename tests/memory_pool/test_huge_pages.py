@@ -1,14 +1,18 @@
 """Huge pages under arrays: asked for where there are any, never harmful."""
 
+import platform
+import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from memory_pool import allocate, device_sharding, one_device_mesh, pool_sharding
-from memory_pool.huge_pages import use_huge_pages
+from memory_pool.huge_pages import move_to_huge_pages, use_huge_pages
 
 OFFERED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+KERNEL = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
 
 
 def test_huge_pages_leave_arrays_as_they_are():
@@ -28,6 +32,24 @@ def test_huge_pages_are_under_a_large_array_afterwards():
     array.block_until_ready()
     start = array.unsafe_buffer_pointer()
     use_huge_pages([array]).join()
+    assert _huge_kb(start + (32 << 20)) > 0
+
+
+def test_moving_to_huge_pages_leaves_arrays_as_they_are():
+    arrays = [jnp.arange(n, dtype=jnp.int32) for n in (0, 7, 3 << 20)]
+    move_to_huge_pages(arrays).join()
+    for array in arrays:
+        assert (np.asarray(array) == np.arange(array.size)).all()
+
+
+@pytest.mark.skipif(
+    not OFFERED.exists() or "[never]" in OFFERED.read_text() or KERNEL < (6, 1),
+    reason="the system moves nothing to huge pages on request",
+)
+def test_array_that_was_moved_is_on_huge_pages():
+    array = jnp.arange(16 << 20, dtype=jnp.int32).block_until_ready()
+    start = array.unsafe_buffer_pointer()
+    move_to_huge_pages([array]).join()
     assert _huge_kb(start + (32 << 20)) > 0
 
 
