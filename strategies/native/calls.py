@@ -1,6 +1,7 @@
 """The native kernels as JAX functions, with the contracts of the XLA versions.
 
-They run on the device and near the data: results are in the memory space of the pages.
+They run on the device and near the data: results are in the memory space of the pages. bfloat16 goes in and out as it
+is: XLA on the CPU makes a bitcast to raw numbers a pass of its own over them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from memory_pool.layout import PageLayout
-from memory_pool.raw import from_raw, raw_dtype, to_raw
 from strategies import paged_attention
 from strategies.lanes import AttentionLane, Stripe
 from strategies.low_rank import CHUNK_ROWS, fill
@@ -42,10 +42,9 @@ def shrink(
         Reads each rank component in use once, whatever the number of tokens.
     """
     on_tiles = on_tiles and _fits_tiles(x_TI, pages_LPW, inputs=_width_of(layout.in_width, group))
-    dtype = np.dtype(out_dtype or x_TI.dtype)
-    result = _like(pages_LPW, (len(group), x_TI.shape[0], max_rank), raw_dtype(dtype))
-    m = jax.ffi.ffi_call("plora_tile_shrink" if on_tiles else "plora_shrink", result)(
-        x_TI if on_tiles else _raw(x_TI),
+    result = _like(pages_LPW, (len(group), x_TI.shape[0], max_rank), out_dtype or x_TI.dtype)
+    return jax.ffi.ffi_call("plora_tile_shrink" if on_tiles else "plora_shrink", result)(
+        _checked(x_TI),
         pages_LPW,
         layer,
         lane.owner,
@@ -55,7 +54,6 @@ def shrink(
         group=_indices(layout, group),
         a_widths=_widths(layout.a_units, layout),
     )
-    return from_raw(m, dtype)
 
 
 def expand(
@@ -78,7 +76,7 @@ def expand(
     call = jax.ffi.ffi_call(target, _deltas(pages_LPW, m_GTR.shape[1], layout, group))
     return tuple(
         call(
-            m_GTR if on_tiles else _raw(m_GTR),
+            _checked(m_GTR),
             pages_LPW,
             layer,
             lane.owner,
@@ -112,7 +110,7 @@ def delta(
     call = jax.ffi.ffi_call(target, _deltas(pages_LPW, x_TI.shape[0], layout, group))
     return tuple(
         call(
-            x_TI if on_tiles else _raw(x_TI),
+            _checked(x_TI),
             pages_LPW,
             layer,
             lane.owner,
@@ -170,7 +168,7 @@ def partial_attention(
         window = fill(lane.tables, (1,), jnp.int32, window)
     return Partial(
         *jax.ffi.ffi_call("plora_partial_attention", results)(
-            _raw(q_NKSH),
+            _checked(q_NKSH),
             pages_LPW,
             layer,
             lane.tables,
@@ -261,10 +259,6 @@ def _fits_tiles(rows: jax.Array, pages_LPW: jax.Array, *, inputs: int = 0, outpu
     """Whether bfloat16 rows and pages with these widths, or multiples of them, are whole tiles."""
     fits = rows.dtype == jnp.bfloat16 and pages_LPW.dtype == jnp.uint16
     return fits and inputs % _TILE_INPUTS == 0 and outputs % _TILE_SIDE == 0
-
-
-def _raw(array: jax.Array) -> jax.Array:
-    return to_raw(_checked(array))
 
 
 def _checked(array: jax.Array) -> jax.Array:

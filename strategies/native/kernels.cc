@@ -24,7 +24,7 @@ namespace {
 // Calls f with a null pointer of the type of each buffer's raw numbers.
 template <typename F>
 void ForTypes(const Any& pages, const Any& x, F f) {
-  bool half = pages.element_type() == ffi::U16, half_x = x.element_type() == ffi::U16;
+  bool half = pages.element_type() == ffi::U16, half_x = x.element_type() == ffi::BF16;
   const uint16_t* h = nullptr;
   const uint32_t* w = nullptr;
   half ? (half_x ? f(h, h) : f(h, w)) : (half_x ? f(w, h) : f(w, w));
@@ -114,7 +114,7 @@ ffi::Error ShrinkImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 own
     RunPieces(pool.num_threads(), pieces, ShrinkTask<T, X, M>{a, users, Numbers<X>(x), scale, at, group, tokens, max_rank, m});
   };
   ForTypes(pages, x, [&](auto page_type, auto x_type) {
-    if (out->element_type() == ffi::U16) {
+    if (out->element_type() == ffi::BF16) {
       run(page_type, x_type, static_cast<uint16_t*>(out->untyped_data()));
     } else {
       run(page_type, x_type, static_cast<uint32_t*>(out->untyped_data()));

@@ -45,6 +45,8 @@ class AttentionTiles {
     shape(4, rows, kTileSide);  // weights of 32 tokens
     shape(5, kTileSide, kTileSide);  // values of 32 tokens
     shape(6, rows, kTileSide), shape(7, rows, kTileSide);  // out
+    // GCC takes the instruction to read 8 bytes, and may not store the rest.
+    asm volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   ~AttentionTiles() { _tile_release(); }

@@ -198,7 +198,7 @@ ffi::Error TileShrinkImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32
   auto a = SideOf<uint16_t>(pages, layer, ranks, a_pages, a_widths);
   std::memset(out->untyped_data(), 0, out->size_bytes());
   const int64_t at = layer.typed_data()[0];
-  if (out->element_type() == ffi::U16) {
+  if (out->element_type() == ffi::BF16) {
     GiveShrunk(call, a, x, scale, at, static_cast<uint16_t*>(out->untyped_data()));
   } else {
     GiveShrunk(call, a, x, scale, at, static_cast<float*>(out->untyped_data()));
