@@ -78,6 +78,7 @@ def products(
     layer: jax.Array,
     *,
     largest: jax.Array | None = None,
+    used: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """x times weights that share it, summed in float32 and left there.
 
@@ -85,14 +86,14 @@ def products(
         x: [..., I], bfloat16 where weights are.
         weights: all packed or all quantised.
         layer: [] int32.
-        largest: as `int8_products`.
+        largest, used: as `int8_products`.
 
     Returns:
         [..., O] float32 for each.
     """
     quantized = [w for w in weights if isinstance(w, QuantizedWeights)]
     if quantized:
-        return int8_products(x, quantized, layer, largest=largest)
+        return int8_products(x, quantized, layer, largest=largest, used=used)
     packed = [w.tiles for w in weights if isinstance(w, PackedWeights)]
-    results = native.products(x.reshape(-1, x.shape[-1]), packed, layer) if packed else ()
+    results = native.products(x.reshape(-1, x.shape[-1]), packed, layer, used=used) if packed else ()
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)

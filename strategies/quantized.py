@@ -96,7 +96,12 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
 
 
 def int8_products(
-    x: jax.Array, weights: Sequence[QuantizedWeights], layer: jax.Array, *, largest: jax.Array | None = None
+    x: jax.Array,
+    weights: Sequence[QuantizedWeights],
+    layer: jax.Array,
+    *,
+    largest: jax.Array | None = None,
+    used: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """x times weights that share it; by the native kernel those in its tiles, by XLA others, with the same bits.
 
@@ -106,6 +111,7 @@ def int8_products(
         layer: [] int32.
         largest: [...] float32, the magnitude that a row's integers are scaled by, where x is a part of the row; that of
             x by default.
+        used: [] int32, how many of the rows anybody reads the results of; None for all.
 
     Returns:
         [..., O] float32 for each.
@@ -113,7 +119,7 @@ def int8_products(
     rows = x.reshape(-1, x.shape[-1])
     largest_T = None if largest is None else largest.reshape(-1)
     tiled = [w for w in weights if w.values.ndim == 4]
-    found = iter(native.int8_products(rows, tiled, layer, largest_T=largest_T) if tiled else ())
+    found = iter(native.int8_products(rows, tiled, layer, largest_T=largest_T, used=used) if tiled else ())
     plain = iter(xla_products(rows, [w for w in weights if w.values.ndim == 3], layer, largest_T=largest_T))
     results = (next(found) if w.values.ndim == 4 else next(plain) for w in weights)
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)

@@ -57,6 +57,7 @@ class StepTokens(NamedTuple):
         sample_rows: [D] int32, token whose logits each sampled row draws from.
         prompt_targets: [C] int32, the token that follows each prefill token, for prompt log-probabilities.
         any_prompt_logprobs: [] bool.
+        used: [] int32, tokens up to the last that is somebody's.
         decode: D groups of one query, and the pages on the device.
         prefill: C / PREFILL_BLOCK groups of PREFILL_BLOCK queries, and the pages on the device.
     """
@@ -67,6 +68,7 @@ class StepTokens(NamedTuple):
     sample_rows: Any
     prompt_targets: Any
     any_prompt_logprobs: Any
+    used: Any
     decode: AttentionLane
     prefill: AttentionLane
 
@@ -252,6 +254,7 @@ class BatchBuilder:
             sample_rows=packer.sample_rows,
             prompt_targets=packer.prompt_targets,
             any_prompt_logprobs=np.bool_(packer.want_prompt),
+            used=np.int32(packer.used),
             decode=decode.lane,
             prefill=prefill.lane,
         )
@@ -323,11 +326,12 @@ class _Packer:
         self.sampling_rows: list[PlannedSequence] = []
         self.sampled: list[int] = []
         self.firsts: list[int] = []
-        self._decodes = self._blocks = 0
+        self._decodes = self._blocks = self.used = 0
 
     def add(self, row: Row) -> None:
         """Writes a row's tokens."""
         at = self._place(row)
+        self.used = max(self.used, at + row.count)
         self.firsts.append(at)
         self.sampled.append(len(self.sampling_rows) if row.samples else -1)
         if row.samples:

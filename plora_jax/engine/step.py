@@ -132,6 +132,9 @@ class PagedContext:
     def positions(self) -> jax.Array:
         return self._inputs.tokens.positions
 
+    def used(self) -> jax.Array | None:
+        return self._inputs.tokens.used
+
     def embed_delta(self, tokens: jax.Array) -> jax.Array | None:
         if not self._setting.max_rank:
             return None

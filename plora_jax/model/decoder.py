@@ -122,6 +122,7 @@ class Decoder:
 
         with jax.named_scope(scopes.ROTARY):
             rotations = self._rotations(context.positions())
+        used = context.used()
 
         def body(
             carry: tuple[jax.Array, jax.Array, Any], layer: tuple[Any, ...]
@@ -131,7 +132,7 @@ class Decoder:
             leaves = [weights[name] if name in weights else jnp.zeros((), x.dtype) for name in self._names]
             module = cast(DecoderLayer, nnx.merge(self._graph, jax.tree.unflatten(self._treedef, leaves)))
             rotation = jax.tree.map(lambda part: part[rope], rotations)
-            return module(*carry, context, LayerConstants(index, rotation, window, packed)), None
+            return module(*carry, context, LayerConstants(index, rotation, window, packed, used)), None
 
         index = np.arange(self.config.num_layers, dtype=np.int32)
         layers = (sliced, *map(jnp.asarray, (index, self._rope_of_layer, self._windows)))

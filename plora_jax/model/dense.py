@@ -42,6 +42,9 @@ class DenseContext:
     def positions(self) -> jax.Array:
         return self._positions
 
+    def used(self) -> jax.Array | None:
+        return None
+
     def embed_delta(self, tokens: jax.Array) -> jax.Array | None:
         del tokens
         return None

@@ -31,12 +31,14 @@ class LayerConstants(NamedTuple):
         rotation: rotary embedding of the tokens.
         window: [] int32, tokens a query sees.
         packed: weights of all layers that are kept in the order of a kernel or as int8, by projection.
+        used: as `Context.used`.
     """
 
     index: Any
     rotation: Any
     window: Any
     packed: Mapping[str, PackedWeights | QuantizedWeights] = {}
+    used: Any = None
 
 
 class Context(Protocol):
@@ -44,6 +46,10 @@ class Context(Protocol):
 
     def positions(self) -> jax.Array:
         """[...] int32, position of each token in its sequence."""
+        ...
+
+    def used(self) -> jax.Array | None:
+        """[] int32, how many of the tokens there are: nobody reads what comes of the others; None for all."""
         ...
 
     def embed_delta(self, tokens: jax.Array) -> jax.Array | None:
@@ -154,7 +160,7 @@ class DecoderLayer(nnx.Module):
         if names[0] in ROW_PARALLEL and any(isinstance(w, QuantizedWeights) for w in weights):
             # Every shard has a part of a row and rounds it as if it had the whole row.
             largest = self.parallel.largest(largest_magnitude(x)) if self.parallel.num_shards > 1 else None
-        found = dict(zip(packed, products(x, weights, layer.index, largest=largest), strict=True))
+        found = dict(zip(packed, products(x, weights, layer.index, largest=largest, used=layer.used), strict=True))
         return {name: found[name] if name in found else matmul(x, self._weight(name)) for name in names}
 
     def _attention(self, x: jax.Array, cache: Any, context: Context, layer: LayerConstants) -> tuple[jax.Array, Any]:

@@ -197,26 +197,35 @@ def block_attention(
     return attend(q_NKSH, pages_LPW, layer, lane, maths, layout=layout)
 
 
-def products(x_TI: jax.Array, tiles: Sequence[jax.Array], layer: jax.Array) -> tuple[jax.Array, ...]:
+def products(
+    x_TI: jax.Array, tiles: Sequence[jax.Array], layer: jax.Array, *, used: jax.Array | None
+) -> tuple[jax.Array, ...]:
     """x times base weights that share it, on the processor's matrix unit.
 
     Args:
         x_TI: [T, I] bfloat16.
         tiles: [L, O / 16, I / 32, 512] uint16 each, as `strategies.products.pack` leaves them.
         layer: [] int32.
+        used: [] int32, how many rows to multiply; None for all.
 
     Returns:
-        [T, O] float32 for each; an element depends on its row and weights alone.
+        [T, O] float32 for each, 0 for the rows that are not used; an element depends on its row and weights alone.
 
     Cost:
         Reads each weight once, whatever the number of rows.
     """
     results = [jax.ShapeDtypeStruct((x_TI.shape[0], w.shape[1] * 16), jnp.float32) for w in tiles]
-    return tuple(jax.ffi.ffi_call("plora_products", results)(layer, x_TI, *tiles))
+    used = jnp.int32(x_TI.shape[0]) if used is None else used
+    return tuple(jax.ffi.ffi_call("plora_products", results)(layer, used, x_TI, *tiles))
 
 
 def int8_products(
-    x_TI: jax.Array, weights: Sequence[tuple[jax.Array, jax.Array]], layer: jax.Array, *, largest_T: jax.Array | None
+    x_TI: jax.Array,
+    weights: Sequence[tuple[jax.Array, jax.Array]],
+    layer: jax.Array,
+    *,
+    largest_T: jax.Array | None,
+    used: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     """As strategies.quantized.xla_products, with the same bits, on the processor's matrix unit.
 
@@ -225,10 +234,11 @@ def int8_products(
         weights: tiles [L, O / 16, I / 64, 1024] int8 and scales [L, O] float32 each, as `strategies.quantized.quantize`
             leaves them.
         layer: [] int32.
-        largest_T: [T] float32, the magnitude that a row's integers are scaled by; that of the row by default.
+        largest_T: [T] float32, the magnitude that a row's integers are scaled by; None for that of the row.
+        used: [] int32, how many rows to multiply; None for all.
 
     Returns:
-        [T, O] float32 for each.
+        [T, O] float32 for each, 0 for the rows that are not used.
 
     Cost:
         Reads each weight once from memory, whatever the number of rows.
@@ -236,7 +246,8 @@ def int8_products(
     results = [jax.ShapeDtypeStruct((x_TI.shape[0], tiles.shape[1] * 16), jnp.float32) for tiles, _ in weights]
     largest = jnp.zeros((0,), jnp.float32) if largest_T is None else largest_T
     operands = [operand for pair in weights for operand in pair]
-    return tuple(jax.ffi.ffi_call("plora_int8_products", results)(layer, _checked(x_TI), largest, *operands))
+    used = jnp.int32(x_TI.shape[0]) if used is None else used
+    return tuple(jax.ffi.ffi_call("plora_int8_products", results)(layer, used, _checked(x_TI), largest, *operands))
 
 
 def _like(pages_LPW: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:

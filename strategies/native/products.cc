@@ -28,9 +28,19 @@ struct Projection {
   float* y;
 };
 
-ffi::Error ProductsImpl(ffi::ThreadPool pool, I32 layer, Bf16 x, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+// Rows of x that somebody reads the results of: the first ones.
+int64_t UsedRows(const I32& used, int64_t count) { return std::clamp<int64_t>(used.typed_data()[0], 0, count); }
+
+// Zeros for the rows [first, count) of y [., stride], `width` numbers of each.
+void FillRest(float* y, int64_t first, int64_t count, int64_t width, int64_t stride) {
+  for (int64_t row = first; row < count; ++row) std::fill_n(y + row * stride, width, 0.0f);
+}
+
+ffi::Error ProductsImpl(ffi::ThreadPool pool, I32 layer, I32 used, Bf16 x, ffi::RemainingArgs args,
+                        ffi::RemainingRets rets) {
 #ifdef __AMX_BF16__
-  ProductRows rows{x.typed_data(), x.dimensions()[0], x.dimensions()[1]};
+  const int64_t count = x.dimensions()[0];
+  ProductRows rows{x.typed_data(), UsedRows(used, count), x.dimensions()[1]};
   int64_t left = rows.count % kTileSide;
   std::vector<uint16_t> last(left ? kTileSide * rows.width : 0);
   std::copy_n(rows.x + (rows.count - left) * rows.width, left * rows.width, last.data());
@@ -53,9 +63,11 @@ ffi::Error ProductsImpl(ffi::ThreadPool pool, I32 layer, Bf16 x, ffi::RemainingA
     for (int i = begin; i < end; ++i) {
       const Projection& p = projections[tasks[i].first];
       int64_t column = tasks[i].second;
-      auto multiply = column + 2 <= p.column_tiles ? MultiplyColumns<2> : MultiplyColumns<1>;
-      multiply(rows, last.data(), p.weights + column * kTileSide * rows.width, p.y + column * kTileSide,
-               p.column_tiles * kTileSide);
+      int64_t columns = std::min<int64_t>(2, p.column_tiles - column), stride = p.column_tiles * kTileSide;
+      auto multiply = columns == 2 ? MultiplyColumns<2> : MultiplyColumns<1>;
+      float* y = p.y + column * kTileSide;
+      multiply(rows, last.data(), p.weights + column * kTileSide * rows.width, y, stride);
+      FillRest(y, rows.count, count, columns * kTileSide, stride);
     }
   });
   return ffi::Error::Success();
@@ -98,10 +110,10 @@ DigitRows Split(int threads, const T* x, int64_t count, int64_t width, const F32
 
 #endif
 
-ffi::Error Int8ProductsImpl(ffi::ThreadPool pool, I32 layer, ffi::AnyBuffer x, F32 largest, ffi::RemainingArgs args,
-                            ffi::RemainingRets rets) {
+ffi::Error Int8ProductsImpl(ffi::ThreadPool pool, I32 layer, I32 used, ffi::AnyBuffer x, F32 largest,
+                            ffi::RemainingArgs args, ffi::RemainingRets rets) {
 #ifdef PLORA_INT8_UNIT
-  int64_t count = x.dimensions()[0], width = x.dimensions()[1];
+  int64_t all = x.dimensions()[0], count = UsedRows(used, all), width = x.dimensions()[1];
   int threads = pool.num_threads();
   DigitRows rows = x.element_type() == ffi::BF16
                        ? Split(threads, reinterpret_cast<const uint16_t*>(x.untyped_data()), count, width, largest)
@@ -127,8 +139,10 @@ ffi::Error Int8ProductsImpl(ffi::ThreadPool pool, I32 layer, ffi::AnyBuffer x, F
       const Int8Projection& p = projections[tasks[i].first];
       for (next = i + 1; next < end && tasks[next].first == tasks[i].first;) ++next;
       int64_t column = tasks[i].second, columns = std::min(p.column_tiles, column + 2 * (next - i)) - column;
-      MultiplyInt8(rows, p.weights + column * kTileSide * width, p.scales + column * kTileSide, columns,
-                   p.y + column * kTileSide, p.column_tiles * kTileSide);
+      float* y = p.y + column * kTileSide;
+      MultiplyInt8(rows, p.weights + column * kTileSide * width, p.scales + column * kTileSide, columns, y,
+                   p.column_tiles * kTileSide);
+      FillRest(y, count, all, columns * kTileSide, p.column_tiles * kTileSide);
     }
   });
   return ffi::Error::Success();
@@ -158,10 +172,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_int8_products, Int8ProductsImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<I32>()
+                                  .Arg<I32>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<F32>()
                                   .RemainingArgs()
                                   .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_products, ProductsImpl,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<I32>().Arg<Bf16>().RemainingArgs().RemainingRets());
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<Bf16>()
+                                  .RemainingArgs()
+                                  .RemainingRets());

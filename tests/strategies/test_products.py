@@ -39,6 +39,18 @@ def test_products_of_a_row_are_the_same_bits_in_any_company() -> None:
 
 
 @needs_unit
+@pytest.mark.parametrize("used", [0, 1, 16, 37, 64, 99])
+def test_products_leave_out_rows_that_are_not_used(used: int) -> None:
+    x, weights = _random(7, 64, 96), [pack(_random(8, 2, out, 96)) for out in (48, 64)]
+    multiply = jax.jit(products)
+    for y, whole in zip(
+        multiply(x, weights, jnp.int32(1), used=jnp.int32(used)), multiply(x, weights, jnp.int32(1)), strict=True
+    ):
+        np.testing.assert_array_equal(y[:used], whole[:used])
+        assert not np.asarray(y[used:]).any()
+
+
+@needs_unit
 def test_products_contain_a_row_that_is_not_finite() -> None:
     x = _random(5, 32, 64).at[3].set(jnp.nan)
     (y,) = products(x, [pack(_random(6, 1, 32, 64))], jnp.int32(0))

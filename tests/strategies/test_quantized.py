@@ -70,6 +70,17 @@ def test_native_int8_products_of_a_row_are_the_same_bits_in_any_company() -> Non
         np.testing.assert_array_equal(alone, together[first : first + count])
 
 
+@needs_unit
+@pytest.mark.parametrize("used", [0, 1, 16, 37, 64])
+def test_native_int8_products_leave_out_rows_that_are_not_used(used: int) -> None:
+    x, weights = _random(11, 64, 128), [quantize(_random(12, 1, out, 128), tiled=True) for out in (48, 64)]
+    for y, whole in zip(
+        int8_products(x, weights, jnp.int32(0), used=jnp.int32(used)), _multiply(x, weights), strict=True
+    ):
+        np.testing.assert_array_equal(y[:used], whole[:used])
+        assert not np.asarray(y[used:]).any()
+
+
 @TILED
 @DTYPES
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
