@@ -102,6 +102,7 @@ class EngineLoop:
         self._live: dict[int, Live] = {}
         self._undelivered: list[tuple[Row, RowResult]] = []
         self._waiters: list[Waiter] = []
+        self._textless: list[tuple[int, str]] = []  # identities, and why
         executor.meanwhile = self._deliver
         self._dead: str | None = None
         self._closing = False
@@ -240,15 +241,18 @@ class EngineLoop:
                 plan = self._plan()
             done = self._execute(plan)
             self._deliver()
+            self._fail_textless()
             with annotate(annotations.DELIVER):
                 for row, result in done:
-                    if self._live[row.sequence.seq_id].stream.goes_on(result):
+                    live = self._live.get(row.sequence.seq_id)
+                    if live is not None and live.stream.goes_on(result):
                         self._undelivered.append((row, result))
-                    else:
+                    elif live is not None:
                         self._advance(row, result)
                 self._wake_waiters()
             if self._thread is None:
                 self._deliver()
+            self._fail_textless()
             return moved or bool(plan.rows)
 
     def _deliver(self) -> None:
@@ -258,6 +262,12 @@ class EngineLoop:
             for row, result in rows:
                 self._advance(row, result)
             self._wake_waiters()
+
+    def _fail_textless(self) -> None:
+        """Ends completions whose text could not be made. Not while a step is under way: it may have rows of theirs."""
+        textless, self._textless = self._textless, []
+        for seq_id, why in textless:
+            self._fail(seq_id, why)
 
     def _wake_waiters(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -389,7 +399,7 @@ class EngineLoop:
             delta = live.stream.advance(row, result)
         except Exception as error:
             logger.exception("a token of request %s failed", live.generation.request_id)
-            self._fail(seq.seq_id, f"its text could not be made: {_say(error)}")
+            self._textless.append((seq.seq_id, f"its text could not be made: {_say(error)}"))
             return
         if delta is None:
             return

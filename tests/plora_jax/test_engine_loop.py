@@ -193,7 +193,10 @@ def test_step_that_fails_now_and_then_does_not_kill_the_engine() -> None:
     assert rig.engine.healthy
 
 
-def test_token_that_cannot_become_text_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_token_that_cannot_become_text_fails_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, in_thread: bool
+) -> None:
     rig = make_rig(draw=lambda seq: 66 if seq.prompt_ids == [6] else 20)
     real = rig.engine.tokenizer.decode
 
@@ -203,11 +206,16 @@ def test_token_that_cannot_become_text_fails_its_request_alone(monkeypatch: pyte
         return real(ids, skip_special_tokens)
 
     monkeypatch.setattr(rig.engine.tokenizer, "decode", decode)
+    if in_thread:
+        rig.engine.start()
     bad = rig.engine.submit([6], SamplingParams(max_tokens=3))
     good = rig.engine.submit([5], SamplingParams(max_tokens=3))
     assert good.collect()[0].text == text_of(20, 20, 20)
     with pytest.raises(GenerationFailedError, match="its text could not be made: ValueError: no text for 66"):
         bad.collect()
+    assert rig.engine.healthy
+    if in_thread:
+        rig.engine.shutdown()
     rig.check_all_given_back()
 
 
