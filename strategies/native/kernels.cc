@@ -385,49 +385,11 @@ ffi::Error AttentionImpl(ffi::ThreadPool pool, Any q, Any pages, I32 layer, I32 
 
 using namespace plora;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_shrink, ShrinkImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<F32>()
-                                  .Arg<I32>()
-                                  .Ret<Any>()
-                                  .Attr<Ints>("group")
-                                  .Attr<Ints>("a_widths"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_shrink, ShrinkImpl, ShrinkOperands());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_expand, ExpandImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .RemainingRets()
-                                  .Attr<Ints>("group")
-                                  .Attr<Ints>("b_widths"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_expand, ExpandImpl, ExpandOperands());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_delta, DeltaImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<F32>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .RemainingRets()
-                                  .Attr<Ints>("group")
-                                  .Attr<Ints>("a_widths")
-                                  .Attr<Ints>("b_widths")
-                                  .Attr<int64_t>("max_rank"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_delta, DeltaImpl, DeltaOperands());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_rows, RowsImpl,
                               ffi::Ffi::Bind()

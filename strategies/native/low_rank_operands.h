@@ -46,4 +46,50 @@ inline std::vector<float*> Results(ffi::RemainingRets& rets, const I32& owner, c
   return y;
 }
 
+// Operands of shrink, expand and delta, as jax.ffi hands them over.
+inline auto ShrinkOperands() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Any>()
+      .Arg<Any>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .Arg<F32>()
+      .Arg<I32>()
+      .Ret<Any>()
+      .Attr<Ints>("group")
+      .Attr<Ints>("a_widths");
+}
+inline auto ExpandOperands() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Any>()
+      .Arg<Any>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .RemainingRets()
+      .Attr<Ints>("group")
+      .Attr<Ints>("b_widths");
+}
+inline auto DeltaOperands() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Any>()
+      .Arg<Any>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .Arg<F32>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .RemainingRets()
+      .Attr<Ints>("group")
+      .Attr<Ints>("a_widths")
+      .Attr<Ints>("b_widths")
+      .Attr<int64_t>("max_rank");
+}
+
 }  // namespace plora

@@ -246,46 +246,8 @@ ffi::Error TileDeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 
 
 using namespace plora;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_tile_shrink, TileShrinkImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<F32>()
-                                  .Arg<I32>()
-                                  .Ret<Any>()
-                                  .Attr<Ints>("group")
-                                  .Attr<Ints>("a_widths"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_tile_shrink, TileShrinkImpl, ShrinkOperands());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_tile_expand, TileExpandImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .RemainingRets()
-                                  .Attr<Ints>("group")
-                                  .Attr<Ints>("b_widths"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_tile_expand, TileExpandImpl, ExpandOperands());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_tile_delta, TileDeltaImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Any>()
-                                  .Arg<Any>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Arg<F32>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .RemainingRets()
-                                  .Attr<Ints>("group")
-                                  .Attr<Ints>("a_widths")
-                                  .Attr<Ints>("b_widths")
-                                  .Attr<int64_t>("max_rank"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_tile_delta, TileDeltaImpl, DeltaOperands());
