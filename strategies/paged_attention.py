@@ -120,18 +120,12 @@ def partial_attention(
         behind_NSC = positions_NS[:, :, None] - (offset_C + i * CHUNK_TOKENS)
         visible_NSC = (behind_NSC >= 0) & (behind_NSC < maths.window)
         visible_NSC &= jnp.repeat(here_NM, page_tokens, axis=1)[:, None, :]
-        # A page may still hold what another sequence left there, and 0 * NaN is not 0.
+        # What no query sees (absent pages, tokens to come, what was there before) may be NaN, and 0 * NaN is not 0.
         v = _zero_unseen(v, jnp.any(visible_NSC, axis=1), lane)
-        # What no query sees may hold anything, and 0 * inf is NaN.
-        wanted_NC = jnp.broadcast_to(jnp.any(visible_NSC, axis=1)[:, None, :, None], v.shape)
-        v = lax.select(wanted_NC, v, fill(lane.tables, v.shape, v.dtype))
         visible = jnp.broadcast_to(visible_NSC[:, None], scores.shape)
         masked, nothing = (fill(lane.tables, scores.shape, jnp.float32, value) for value in (_MASKED, 0.0))
         top = jnp.maximum(seen.max, jnp.max(lax.select(visible, scores, masked), axis=-1))
         p = lax.select(visible, jnp.exp(scores - top[..., None]), nothing)
-        # 0 * NaN is NaN: what no query sees (absent pages, tokens to come) must not be multiplied at all.
-        seen_NC = jnp.any(visible_NSC, axis=1)
-        v = lax.select(jnp.broadcast_to(seen_NC[:, None, :, None], v.shape), v, fill(lane.tables, v.shape, v.dtype))
         out = jnp.einsum("NKSC,NKCH->NKSH", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
         decay = jnp.exp(seen.max - top)
         return Partial(seen.out * decay[..., None] + out, top, seen.sum * decay + p.sum(axis=-1))
