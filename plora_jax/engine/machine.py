@@ -75,13 +75,16 @@ def preset_of(platform: str, device_kind: str) -> str:
     return _UNKNOWN
 
 
-def shape_of_model(config: ModelConfig, *, name: str, item_bytes: int, shards: int = 1) -> ModelShape:
+def shape_of_model(
+    config: ModelConfig, *, name: str, item_bytes: int, weight_bytes: int | None = None, shards: int = 1
+) -> ModelShape:
     """The phases, matrices and attention of one shard of a base model.
 
     Args:
         config: of the whole model.
         name: under which its base steps are in a calibration.
         item_bytes: of a number of weights, adapters and KV.
+        weight_bytes: of a base weight that is kept in another precision; None for `item_bytes`.
         shards: of the mesh axis `tensor`.
     """
     whole = transformer(
@@ -98,4 +101,4 @@ def shape_of_model(config: ModelConfig, *, name: str, item_bytes: int, shards: i
         experts_per_token=config.experts_per_token,
         item_bytes=item_bytes,
     )
-    return whole.shard(shards)
+    return dataclasses.replace(whole, weight_bytes=weight_bytes).shard(shards)

@@ -109,12 +109,14 @@ class ModelShape:
         phases: in the order of a step.
         attention: of the phase named "attention".
         item_bytes: of a number of weights, adapters, activations and KV.
+        weight_bytes: of a number of base weights that are kept in another precision; None for `item_bytes`.
     """
 
     name: str
     phases: tuple[PhaseShape, ...]
     attention: AttentionShape
     item_bytes: int = 2
+    weight_bytes: int | None = None
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -135,6 +137,11 @@ class ModelShape:
     def attention_phase(self) -> int:
         """Index of attention."""
         return next(f for f, phase in enumerate(self.phases) if phase.name == "attention")
+
+    @property
+    def bytes_of_weight(self) -> int:
+        """Bytes of a number of base weights."""
+        return self.weight_bytes or self.item_bytes
 
     @property
     def base_numbers(self) -> float:
