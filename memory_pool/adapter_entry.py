@@ -191,6 +191,11 @@ class Entry:
         return cls(ranks, streams.scales(modules, layout), streams.facts(modules, layout, groups), (a, b))
 
     @property
+    def stored_pages(self) -> int:
+        """Pages of A and B on one memory."""
+        return sum(side.count for side in self.sides)
+
+    @property
     def may_leave(self) -> bool:
         """Whether its device pages may be taken for another adapter."""
         return not (self.references or self.wish or self.pinned)

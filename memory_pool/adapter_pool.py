@@ -58,6 +58,8 @@ class AdapterPool:
         ledger: counts the copies to the device.
         needs: what each strategy reads on the device.
         preferred: strategies to serve with, best first.
+        while_all_fit: strategy that is preferred to these as long as the device has room for A and B of all adapters
+            in the pool; None for no other.
         fallback: serves an adapter whose pages can never be on the device as any preferred strategy needs them.
         groups: projections that share an input.
         max_rank: largest rank of any module.
@@ -85,6 +87,7 @@ class AdapterPool:
         preferred: Sequence[str],
         groups: Sequence[tuple[str, ...]],
         max_rank: int,
+        while_all_fit: str | None = None,
         fallback: str = "fetch",
         placement: Placement = "pinned",
         keep_for_kv: int = 0,
@@ -99,7 +102,8 @@ class AdapterPool:
         space = (pages.num_devices, pages.usable_per_device + 1)
         assert space == (memory.pool_devices, memory.pool_pages), space
         self._memory, self._layout = memory, memory.layout
-        self._needs, self._preferred, self._fallback = dict(needs), tuple(preferred), fallback
+        self._needs, self._fallback = dict(needs), fallback
+        self._few, self._many = (while_all_fit,) if while_all_fit else (), tuple(preferred)
         self._groups, self._max_rank = tuple(groups), max_rank
         self.num_stripes = pages.num_devices if placement == "striped" else 1
         self._writer = AdapterWriter(
@@ -108,6 +112,7 @@ class AdapterPool:
         self._policy = policy or LeastRecentlyUsed()
         self._device = PageAllocator(memory.num_adapter_pages)
         self._entries: dict[int, Entry] = {}
+        self._all_pages = 0  # that A and B of all adapters would take on the device
         self._on_device: set[int] = set()
         self._pinned: set[int] = set()
         self._changed: set[int] | None = None  # from the first `take_changes` on
@@ -171,6 +176,7 @@ class AdapterPool:
         with self._lock:
             assert adapter.identity not in self._entries, adapter.identity
             self._entries[adapter.identity] = entry
+            self._all_pages += entry.stored_pages
             self._note_change(adapter.identity)
             if pinned:
                 self._pinned.add(adapter.identity)
@@ -254,24 +260,26 @@ class AdapterPool:
             instead: strategy that reads nothing on the device.
         """
         self._instead |= dict.fromkeys(strategies, instead)
-        self._preferred = tuple(dict.fromkeys(self._instead.get(name, name) for name in self._preferred))
+        self._few, self._many = self._working(self._few), self._working(self._many)
         for adapter_id, entry in self._items():
             if entry.wish in strategies:
                 self.wish(adapter_id, instead)
             if entry.strategy in strategies:
                 self._switch(adapter_id, entry, instead)
 
-    def start_over(self, preferred: Sequence[str]) -> None:
+    def start_over(self, preferred: Sequence[str], *, while_all_fit: str | None = None) -> None:
         """Takes everything off the device and forgets wishes and uses, as though all adapters came just now.
 
         Args:
             preferred: strategies to serve with from here on, best first.
+            while_all_fit: as at the start.
         """
         for adapter_id, entry in self._items():
             assert not entry.references, f"adapter {adapter_id} is in use: start over while nothing runs"
             self._leave_device(adapter_id, entry)
             self._policy.forget(adapter_id)
-        self._preferred, self._changed = tuple(self._instead.get(name, name) for name in preferred), None
+        self._few, self._many = self._working((while_all_fit,) if while_all_fit else ()), self._working(preferred)
+        self._changed = None
 
     def take_changes(self) -> set[int]:
         """Adapters that came, went, or got another strategy since the last call; all at the first."""
@@ -325,6 +333,16 @@ class AdapterPool:
             assert (adapter_id in self._on_device) == bool(entry.device_count), adapter_id
             assert not (entry.retired and not entry.references), f"retired adapter {adapter_id} is still held"
             entry.check_integrity(self._needs.get(entry.strategy, Needs(False, False)), adapter_id)
+
+    @property
+    def _preferred(self) -> tuple[str, ...]:
+        """Strategies to serve with, best first."""
+        fit = self._all_pages <= self._device.num_usable
+        return self._few + self._many if fit else self._many
+
+    def _working(self, strategies: Sequence[str]) -> tuple[str, ...]:
+        """The same with those in the place of lost ones that serve instead."""
+        return tuple(dict.fromkeys(self._instead.get(name, name) for name in strategies))
 
     def _evictable(self, adapter_id: int) -> list[int]:
         """Adapters that may leave the device for this one."""
@@ -389,6 +407,7 @@ class AdapterPool:
         if entry.retired and not entry.references:
             with self._lock:
                 del self._entries[adapter_id]
+                self._all_pages -= entry.stored_pages
                 self._pinned.discard(adapter_id)
                 self._note_change(adapter_id)
             self._leave_device(adapter_id, entry)

@@ -13,7 +13,7 @@ from jax import lax
 
 from strategies.lanes import KvControl, KvLanes, LoraLane, Memory
 from strategies.paged_attention import HeadMaths, finish
-from strategies.setting import AttentionSetting, LoraSetting
+from strategies.setting import AttentionSetting, LoraSetting, Sums
 from strategies.strategy_table import ATTENTION, LORA
 from strategies.traffic import any_scope
 
@@ -29,7 +29,7 @@ def add(
     phase: str,
     setting: LoraSetting,
     first: int = 0,
-) -> dict[str, jax.Array]:
+) -> Sums:
     """Adds what the adapters of all lanes give to the projections of a group.
 
     A lane without adapters passes the sums on, untouched and uncopied.
@@ -49,13 +49,20 @@ def add(
         [N, O] float32 by projection.
     """
 
-    def served(sums: dict[str, jax.Array], name: str) -> dict[str, jax.Array]:
-        scope = f"{phase}.{name}"
-        parts = LORA[name].delta(x_TI, memory, layer, lanes[name], control[name], scope=scope, setting=setting)
-        rows = {key: lax.slice_in_dim(sums[key], first, first + len(x_TI)) + part for key, part in parts.items()}
-        return {key: lax.dynamic_update_slice_in_dim(sums[key], own, first, 0) for key, own in rows.items()}
+    def served(sums: Sums, name: str) -> Sums:
+        return LORA[name].add(
+            sums,
+            x_TI,
+            memory,
+            layer,
+            lanes[name],
+            control[name],
+            scope=f"{phase}.{name}",
+            setting=setting,
+            first=first,
+        )
 
-    def all_lanes(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def all_lanes(sums: Sums) -> Sums:
         for name, lane in lanes.items():
             with jax.named_scope(f"{phase}.{name}"):
                 sums = lax.cond(lane.count > 0, lambda sums, name=name: served(sums, name), _untouched, sums)
@@ -67,7 +74,7 @@ def add(
         return lax.cond(is_used(lanes), all_lanes, _untouched, group)
 
 
-def _untouched(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _untouched(sums: Sums) -> Sums:
     return sums
 
 

@@ -17,7 +17,7 @@ from memory_pool.layout import PageLayout
 from memory_pool.near import near_data
 from strategies import low_rank
 from strategies.lanes import LoraLane, Memory, Stripe, stripe_of
-from strategies.setting import LoraSetting
+from strategies.setting import LoraSetting, Sums
 
 
 def chunk_scope(scope: str, name: str, stripe: int) -> str:
@@ -25,7 +25,8 @@ def chunk_scope(scope: str, name: str, stripe: int) -> str:
     return f"{scope}.{name}.{stripe}"
 
 
-def delta(
+def add(
+    sums: Sums,
     x_TI: jax.Array,
     memory: Memory,
     layer: jax.Array,
@@ -34,10 +35,12 @@ def delta(
     *,
     scope: str,
     setting: LoraSetting,
-) -> dict[str, jax.Array]:
-    """What the adapters of a lane add to the projections of a group.
+    first: int,
+) -> Sums:
+    """Adds what the adapters of a lane give to the projections of a group.
 
     Args:
+        sums: [N, O] float32 by projection.
         x_TI: [T, I], the input that the projections share.
         memory: page arrays of this shard.
         layer: [] int32.
@@ -46,9 +49,10 @@ def delta(
             `lane` has those pages.
         scope: name under which the lane is in the trace; each projection and stripe has its own, `chunk_scope`.
         setting: what is fixed.
+        first: row of `sums` that belongs to the first token.
 
     Returns:
-        [T, O] float32 by projection; 0 for tokens of the base model.
+        [N, O] float32 by projection; what is added to tokens of the base model is 0.
 
     Cost:
         Link: CHUNK_ROWS rows of A and of B for each chunk, that is the rank components of the lane rounded up.
@@ -69,7 +73,7 @@ def delta(
                 gather=over_the_link(control, stripe, setting),
             )[0]
 
-    return setting.total([[stream(x_TI, name, s) for name in setting.group] for s in stripes])
+    return setting.added(sums, [[stream(x_TI, name, s) for name in setting.group] for s in stripes], first=first)
 
 
 def over_the_link(control: LoraLane, stripe: int, setting: LoraSetting) -> low_rank.RowsKernel:

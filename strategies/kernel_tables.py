@@ -35,6 +35,7 @@ class KernelSet(NamedTuple):
     shrink: Kernel
     expand: Kernel
     delta: Kernel
+    add: Kernel
     rows: Kernel
     attention: Kernel
 
@@ -54,6 +55,7 @@ XLA = KernelSet(
     shrink=Kernel("xla", low_rank.shrink, _always),
     expand=Kernel("xla", low_rank.expand, _always),
     delta=Kernel("xla", low_rank.delta, _always),
+    add=Kernel("xla", low_rank.add, _always),
     rows=Kernel("xla", low_rank.rows, _always),
     attention=Kernel("xla", paged_attention.partial_attention, _always),
 )
@@ -81,6 +83,7 @@ _LORA: Table = {
     "shrink": _native(native.shrink),
     "expand": _native(native.expand),
     "delta": _native(native.delta),
+    "add": _native(native.add),
     "rows": _native(native.rows),
 }
 DECODE: Mapping[str, Table] = {"cpu": {**_LORA, "attention": _native(native.partial_attention)}}
@@ -88,6 +91,7 @@ _TILES: Table = {
     "shrink": _on_tiles(functools.partial(native.shrink, on_tiles=True)),
     "expand": _on_tiles(functools.partial(native.expand, on_tiles=True)),
     "delta": _on_tiles(functools.partial(native.delta, on_tiles=True)),
+    "add": _on_tiles(functools.partial(native.add, on_tiles=True)),
     "attention": _on_tiles(native.block_attention),
 }
 PREFILL: Mapping[str, Table] = {

@@ -14,7 +14,7 @@ of an adapter, L layers, P pages, W numbers of a page in one layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -287,6 +287,46 @@ def delta(
         return lax.fori_loop(chunks * 0, chunks, step, nothing)
 
     return tuple(one(name) for name in group)
+
+
+def add(
+    sums: Sequence[jax.Array],
+    x_TI: jax.Array,
+    pages_LPW: jax.Array,
+    layer: jax.Array,
+    lane: Stripe,
+    *,
+    layout: PageLayout,
+    group: tuple[str, ...],
+    max_rank: int,
+    first: int = 0,
+    delta: Callable[..., tuple[jax.Array, ...]] = delta,
+) -> tuple[jax.Array, ...]:
+    """`delta` of some rows' tokens, added to those rows.
+
+    Args:
+        sums: [N, O] float32 for each of `group`; N is at least `first` + T.
+        x_TI: as `delta`; so are those that follow.
+        pages_LPW: pages.
+        layer: [] int32.
+        lane: tokens and adapters.
+        layout: of pages.
+        group: names of projections.
+        max_rank: R.
+        first: row of `sums` that belongs to the first token.
+        delta: what is added.
+
+    Returns:
+        [N, O] float32 for each of `group`.
+    """
+    parts = delta(x_TI, pages_LPW, layer, lane, layout=layout, group=group, max_rank=max_rank)
+    return tuple(add_rows(sum_NO, part, first=first) for sum_NO, part in zip(sums, parts, strict=True))
+
+
+def add_rows(sum_NO: jax.Array, part_TO: jax.Array, *, first: int) -> jax.Array:
+    """[N, O] with [T, O] added to its rows from `first` on."""
+    rows_TO = lax.slice_in_dim(sum_NO, first, first + len(part_TO)) + part_TO
+    return lax.dynamic_update_slice_in_dim(sum_NO, rows_TO, first, 0)
 
 
 def _scaled_products(x_TI: jax.Array, a_CI: jax.Array, scale_C: jax.Array) -> jax.Array:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from memory_pool import link
 from memory_pool.near import near_data
 from strategies.lanes import LoraLane, Memory, stripe_of
-from strategies.setting import LoraSetting
+from strategies.setting import LoraSetting, Sums
 
 
-def delta(
+def add(
+    sums: Sums,
     x_TI: jax.Array,
     memory: Memory,
     layer: jax.Array,
@@ -24,10 +25,12 @@ def delta(
     *,
     scope: str,
     setting: LoraSetting,
-) -> dict[str, jax.Array]:
-    """What the adapters of a lane add to the projections of a group.
+    first: int,
+) -> Sums:
+    """Adds what the adapters of a lane give to the projections of a group.
 
     Args:
+        sums: [N, O] float32 by projection.
         x_TI: [T, I], the input that the projections share.
         memory: page arrays of this shard.
         layer: [] int32.
@@ -35,9 +38,11 @@ def delta(
         control: in the pool; pages of A and B are pool pages.
         scope: name under which the lane is in the trace.
         setting: what is fixed.
+        first: row of `sums` that belongs to the first token.
 
     Returns:
-        [T, O] float32 by projection, rounded to the dtype of x by each stripe; 0 for tokens of the base model.
+        [N, O] float32 by projection. What is added is rounded to the dtype of x by each stripe, and 0 for tokens of the
+        base model.
 
     Cost:
         Link: x to each stripe, y of each projection back from each, in the dtype of x.
@@ -62,4 +67,4 @@ def delta(
     x_STI = jnp.broadcast_to(x_TI, (stripes, *x_TI.shape))
     parts = near_data(near)(memory.pool, link.to_pool(layer), link.to_pool(x_STI), control)
     back = [[link.to_device(y).astype(jnp.float32) for y in part] for part in parts]
-    return setting.total(back)
+    return setting.added(sums, back, first=first)

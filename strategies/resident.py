@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 
 from strategies.lanes import LoraLane, Memory, stripe_of
-from strategies.setting import LoraSetting
+from strategies.setting import LoraSetting, Sums
 
 
-def delta(
+def add(
+    sums: Sums,
     x_TI: jax.Array,
     memory: Memory,
     layer: jax.Array,
@@ -17,10 +18,12 @@ def delta(
     *,
     scope: str,
     setting: LoraSetting,
-) -> dict[str, jax.Array]:
-    """What the adapters of a lane add to the projections of a group.
+    first: int,
+) -> Sums:
+    """Adds what the adapters of a lane give to the projections of a group.
 
     Args:
+        sums: [N, O] float32 by projection.
         x_TI: [T, I], the input that the projections share.
         memory: page arrays of this shard.
         layer: [] int32.
@@ -28,14 +31,16 @@ def delta(
         control: not used.
         scope: name under which the lane is in the trace.
         setting: what is fixed.
+        first: row of `sums` that belongs to the first token.
 
     Returns:
-        [T, O] float32 by projection; 0 for tokens of the base model.
+        [N, O] float32 by projection; rows of tokens of the base model are as they were.
     """
     del control
-
-    parts = [
-        setting.device.delta.call(
+    own = tuple(sums[name] for name in setting.group)
+    for s in range(lane.ranks.shape[0]):
+        own = setting.device.add.call(
+            own,
             x_TI,
             memory.adapters,
             layer,
@@ -43,7 +48,6 @@ def delta(
             layout=setting.layout,
             group=setting.group,
             max_rank=setting.max_rank,
+            first=first,
         )
-        for s in range(lane.ranks.shape[0])
-    ]
-    return setting.total(parts)
+    return dict(zip(setting.group, own, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,6 +11,10 @@ import jax.numpy as jnp
 
 from memory_pool.layout import PageLayout
 from strategies.kernel_tables import KernelSet
+from strategies.low_rank import add_rows
+
+Sums = dict[str, jax.Array]
+"""[N, O] float32 by projection: what a step has of the outputs so far."""
 
 
 class LoraSetting(NamedTuple):
@@ -35,6 +39,17 @@ class LoraSetting(NamedTuple):
         """Kernels near the data, for strategies that are nowhere without."""
         assert self.near is not None, "nothing computes near the data"
         return self.near
+
+    def added(self, sums: Mapping[str, jax.Array], parts: Sequence[Sequence[jax.Array]], *, first: int) -> Sums:
+        """Sums with what the stripes give; each gives one array a projection, [T, O] float32.
+
+        Args:
+            sums: [N, O] float32 by projection; N is at least `first` + T.
+            parts: by stripe.
+            first: row of `sums` that belongs to the first token.
+        """
+        total = self.total(parts)
+        return {name: add_rows(sums[name], total[name], first=first) for name in self.group}
 
     def total(self, parts: Sequence[Sequence[jax.Array]]) -> dict[str, jax.Array]:
         """By projection, the sum of what the stripes give; each gives one array a projection."""

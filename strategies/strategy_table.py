@@ -16,13 +16,14 @@ class LoraStrategy(NamedTuple):
     """How adapters change projections.
 
     Attributes:
-        delta: (x [T, I], memory, layer, lane, control, scope=, setting=) to [T, O] float32 by projection.
+        add: (sums [N, O] float32 by projection, x [T, I], memory, layer, lane, control, scope=, setting=, first=) to
+            sums with what a lane adds to the T rows from `first` on.
         needs: matrices that it reads from adapter pages on the device.
         traffic: (bucket, use) to the link bytes of one step.
         computes_near: it is nowhere without near-data compute.
     """
 
-    delta: Callable[..., dict[str, jax.Array]]
+    add: Callable[..., dict[str, jax.Array]]
     needs: Needs
     traffic: Callable[[traffic.LoraBucket, traffic.LoraUse], list[traffic.Bytes]]
     computes_near: bool
@@ -43,10 +44,10 @@ class AttentionStrategy(NamedTuple):
 
 
 LORA = {
-    "resident": LoraStrategy(resident.delta, Needs(True, True), traffic.resident, False),
-    "fetch": LoraStrategy(fetch.delta, Needs(False, False), traffic.fetch, False),
-    "near_data": LoraStrategy(near_data.delta, Needs(False, False), traffic.near_data, True),
-    "split": LoraStrategy(split.delta, Needs(False, True), traffic.split, True),
+    "resident": LoraStrategy(resident.add, Needs(True, True), traffic.resident, False),
+    "fetch": LoraStrategy(fetch.add, Needs(False, False), traffic.fetch, False),
+    "near_data": LoraStrategy(near_data.add, Needs(False, False), traffic.near_data, True),
+    "split": LoraStrategy(split.add, Needs(False, True), traffic.split, True),
 }
 ATTENTION = {
     "local": AttentionStrategy(local.add, traffic.local, False),

@@ -172,18 +172,11 @@ def attention_program(point: AttentionPoint, model: Model, cold: ColdPages, kern
 def _strategy_program(
     name: str, point: LoraPoint, model: Model, cold: ColdPages, kernels: KernelSet, inputs: tuple[np.ndarray, ...]
 ) -> Program:
-    strategy, scope = LORA[name], f"{PHASE}.{name}"
+    strategy = LORA[name]
     settings = [LoraSetting(model.layout, group, point.rank, kernels, kernels) for group in model.groups]
 
     def step(memory: Memory, inputs: tuple[jax.Array, ...], lane: LoraLane, control: LoraLane) -> jax.Array:
-        def body(total: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
-            for setting, x_TI in zip(settings, inputs, strict=True):
-                x_TI = x_TI + (total[:, None] * 0).astype(x_TI.dtype)
-                added = strategy.delta(x_TI, memory, layer, lane, control, scope=scope, setting=setting)
-                total = total + sum(y_TO[:, 0] for y_TO in lax.optimization_barrier(tuple(added.values())))
-            return total, None
-
-        return over_layers(body, point.rows, model.layout)
+        return all_lanes(memory, inputs, {name: lane}, {name: control}, settings=settings)
 
     spaces = {True: "device", False: "pool"}
     a_space, b_space = spaces[strategy.needs.a], spaces[strategy.needs.b]

@@ -42,8 +42,9 @@ from strategies.strategy_table import LORA
 
 MB, GB = 2**20, 2**30
 
-UNPLANNED_LORA = "near_data"
-"""Serves adapters that no plan has come to: nothing waits, and nothing is copied."""
+UNPLANNED_LORA, UNPLANNED_WHILE_ALL_FIT = "near_data", "resident"
+"""Serve adapters that no plan has come to: nothing waits, and nothing is copied; or, while the device has room for all
+adapters, none has to stay in the pool."""
 
 UNPLANNED_ATTENTION = "distributed"
 """Pages that the device does not hold are read where they are until a plan says otherwise."""
@@ -342,6 +343,7 @@ def _adapter_pool(
         ledger=ledger,
         needs={name: strategy.needs for name, strategy in LORA.items()},
         preferred=(preferred_strategy(config),),
+        while_all_fit=strategy_while_all_fit(config),
         groups=[*groups, (EMBEDDING,), (HEAD,)],
         max_rank=config.max_lora_rank,
         placement="striped" if config.pool_placement == "striped" else "pinned",
@@ -352,6 +354,11 @@ def _adapter_pool(
 def preferred_strategy(config: EngineConfig) -> str:
     """The LoRA strategy that serves an adapter as long as no plan has come to it."""
     return UNPLANNED_LORA if config.lora_strategy == "auto" else config.lora_strategy
+
+
+def strategy_while_all_fit(config: EngineConfig) -> str | None:
+    """The one that serves it while the device has room for all adapters; None for the same."""
+    return UNPLANNED_WHILE_ALL_FIT if config.lora_strategy == "auto" else None
 
 
 def _attention(config: EngineConfig) -> AttentionChoice:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from plora_jax.engine.build import Deployment, preferred_strategy
+from plora_jax.engine.build import Deployment, preferred_strategy, strategy_while_all_fit
 from plora_jax.engine.placement import PlacementPlanner
 
 
@@ -45,6 +45,7 @@ def restart(
     )
     config.validate()
     deployment.engine.use_planner(None)
-    pool.between_steps(lambda: pool.start_over((preferred_strategy(config),)))
+    while_all_fit = strategy_while_all_fit(config)
+    pool.between_steps(lambda: pool.start_over((preferred_strategy(config),), while_all_fit=while_all_fit))
     deployment.kv.keep(None)
     deployment.engine.use_planner(wrap(deployment.planner_of(config)))

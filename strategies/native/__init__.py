@@ -2,6 +2,7 @@
 
 from strategies.native.build import int8_unit_unavailable, matrix_unit_unavailable, unavailable
 from strategies.native.calls import (
+    add,
     block_attention,
     delta,
     expand,
@@ -14,6 +15,7 @@ from strategies.native.calls import (
 from strategies.native.row_calls import add_rms_norm, first_best, gated, rms_norm, rotated, write_kv
 
 __all__ = [
+    "add",
     "add_rms_norm",
     "block_attention",
     "delta",

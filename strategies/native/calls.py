@@ -126,6 +126,48 @@ def delta(
     )
 
 
+def add(
+    sums: Sequence[jax.Array],
+    x_TI: jax.Array,
+    pages_LPW: jax.Array,
+    layer: jax.Array,
+    lane: Stripe,
+    *,
+    layout: PageLayout,
+    group: tuple[str, ...],
+    max_rank: int,
+    first: int = 0,
+    on_tiles: bool = False,
+) -> tuple[jax.Array, ...]:
+    """As strategies.low_rank.add, in place; with `on_tiles` as `delta`.
+
+    Products are added to a sum one by one, or some together, in the order of the rank components, so the last bits are
+    not those of `delta` added to the sum.
+
+    Cost:
+        Reads each rank component in use once; reads and writes the rows of tokens that have an adapter.
+    """
+    widths = {"inputs": _width_of(layout.in_width, group), "outputs": _width_of(layout.out_width, group)}
+    on_tiles = on_tiles and _fits_tiles(x_TI, pages_LPW, **widths)
+    operands = (_checked(x_TI), pages_LPW, layer, lane.owner, lane.ranks, lane.scale, lane.a_pages, lane.b_pages)
+    call = jax.ffi.ffi_call(
+        "plora_tile_add" if on_tiles else "plora_add",
+        [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in sums],
+        input_output_aliases={len(operands) + i: i for i in range(len(sums))},
+    )
+    return tuple(
+        call(
+            *operands,
+            *sums,
+            group=_indices(layout, group),
+            a_widths=_widths(layout.a_units, layout),
+            b_widths=_widths(layout.b_units, layout),
+            max_rank=np.int64(max_rank),
+            first=np.int64(first),
+        )
+    )
+
+
 def rows(
     pages_LPW: jax.Array, layer: jax.Array, lane: Stripe, chunk: jax.Array, *, layout: PageLayout, name: str, side: str
 ) -> jax.Array:

@@ -75,11 +75,12 @@ struct ExpandTask {
   int64_t tokens, max_rank;
   const M* m;
   const std::vector<float*>& y;  // [tokens, O] by projection of the group
+  bool onto;                     // adds to what is in y
 
   After<T> First(const Piece& piece) const { return FirstColumns(b, piece, group[piece.at]); }
   __attribute__((always_inline)) void Find(const Piece& piece) const { FindColumns(b, piece, group[piece.at]); }
   void operator()(const Piece& piece, After<T> after) const {
-    Expand(b, piece, group[piece.at], users, m + piece.at * tokens * max_rank, max_rank, y[piece.at], after);
+    Expand(b, piece, group[piece.at], users, m + piece.at * tokens * max_rank, max_rank, y[piece.at], onto, after);
   }
 };
 
@@ -135,16 +136,17 @@ ffi::Error ExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32 own
     using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
     using M = std::remove_const_t<std::remove_pointer_t<decltype(m_type)>>;
     auto b = SideOf<T>(pages, layer, ranks, b_pages, b_widths);
-    RunPieces(pool.num_threads(), pieces, ExpandTask<T, M>{b, users, group, tokens, max_rank, Numbers<M>(m), y});
+    RunPieces(pool.num_threads(), pieces, ExpandTask<T, M>{b, users, group, tokens, max_rank, Numbers<M>(m), y, false});
   });
   return ffi::Error::Success();
 }
 
-ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
-                     I32 b_pages, ffi::RemainingRets rets, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {
+// Shrink and expand of all adapters in use; y, [tokens, O] by projection of the group, is added to when `onto`.
+void RunDelta(int threads, const Any& x, const Any& pages, const I32& layer, const I32& owner, const I32& ranks,
+              const F32& scale, const I32& a_pages, const I32& b_pages, const std::vector<float*>& y, bool onto, Ints group,
+              Ints a_widths, Ints b_widths, int64_t max_rank) {
   int64_t tokens = x.dimensions()[0];
   Users users(owner.typed_data(), tokens, ranks.dimensions()[0]);
-  auto y = Results(rets, owner, ranks, group, max_rank);
   auto rows = [](int rank, int) { return rank; };
   auto columns = [&](int, int projection) { return b_widths[projection]; };
   auto a_width = [&](int projection) { return a_widths[projection]; };
@@ -158,16 +160,16 @@ ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owne
     total += costs[i], largest = std::max(largest, costs[i]);
   }
   // A task is an adapter's shrink and expand when no thread would wait long for another; else each is cut.
-  bool whole = largest * pool.num_threads() <= total || total < kWorthAThread;
+  bool whole = largest * threads <= total || total < kWorthAThread;
   ForTypes(pages, x, [&](auto page_type, auto x_type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
     using X = std::remove_const_t<std::remove_pointer_t<decltype(x_type)>>;
     std::unique_ptr<X[]> m(new X[group.size() * tokens * max_rank]);
     auto a = SideOf<T>(pages, layer, ranks, a_pages, a_widths), b = SideOf<T>(pages, layer, ranks, b_pages, b_widths);
     ShrinkTask<T, X, X> shrink{a, users, Numbers<X>(x), scale, layer.typed_data()[0], group, tokens, max_rank, m.get()};
-    ExpandTask<T, X> expand{b, users, group, tokens, max_rank, m.get(), y};
+    ExpandTask<T, X> expand{b, users, group, tokens, max_rank, m.get(), y, onto};
     if (whole) {
-      Parallel(pool.num_threads(), costs, [&](int begin, int end) {
+      Parallel(threads, costs, [&](int begin, int end) {
         shrink.Find(of_a[begin]);
         for (int i = begin; i < end; ++i) {
           const Piece& next = of_a[std::min(i + 1, end - 1)];
@@ -178,10 +180,25 @@ ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owne
         }
       });
     } else {
-      RunPieces(pool.num_threads(), Cut(of_a, pool.num_threads(), kRowGrain), shrink);
-      RunPieces(pool.num_threads(), Cut(of_b, pool.num_threads(), kColumnGrain), expand);
+      RunPieces(threads, Cut(of_a, threads, kRowGrain), shrink);
+      RunPieces(threads, Cut(of_b, threads, kColumnGrain), expand);
     }
   });
+}
+
+ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
+                     I32 b_pages, ffi::RemainingRets rets, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {
+  auto y = Results(rets, owner, ranks, group, max_rank);
+  RunDelta(pool.num_threads(), x, pages, layer, owner, ranks, scale, a_pages, b_pages, y, false, group, a_widths, b_widths,
+           max_rank);
+  return ffi::Error::Success();
+}
+
+ffi::Error AddImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
+                   I32 b_pages, ffi::RemainingArgs, ffi::RemainingRets sums, Ints group, Ints a_widths, Ints b_widths,
+                   int64_t max_rank, int64_t first) {
+  RunDelta(pool.num_threads(), x, pages, layer, owner, ranks, scale, a_pages, b_pages, RowsFrom(sums, group, first), true,
+           group, a_widths, b_widths, max_rank);
   return ffi::Error::Success();
 }
 
@@ -390,6 +407,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_shrink, ShrinkImpl, ShrinkOperands());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_expand, ExpandImpl, ExpandOperands());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_delta, DeltaImpl, DeltaOperands());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_add, AddImpl, AddOperands());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_rows, RowsImpl,
                               ffi::Ffi::Bind()

@@ -70,8 +70,8 @@ int RowsAhead(int64_t width) {
 // Tokens of an adapter from which on the work is bound by arithmetic: more rows of B are multiplied at once.
 constexpr int kManyTokens = 4;
 
-// Room of this thread for rows that lie in several pages; that of the call before is gone.
-template <typename T>
+// Room of this thread for one use, such as rows that lie in several pages; what the call before left there.
+template <typename T, int kUse = 0>
 T* Scratch(size_t count) {
   static thread_local std::vector<T> room;
   if (room.size() < count) room.resize(count);
@@ -222,9 +222,10 @@ void Dots(const T* const* rows, const T* const* next, const X* const* x, int wid
   }
 }
 
-// y[t][k] += sum over r of m[t][r] * rows[r][k]; from 0 when `first`.
+// y[t][k] += sum over r of m[t][r] * rows[r][k]; from 0 when `fresh`. Rows are added one after the other, or pair after
+// pair, so that y has the same bits however many are added at once. With pairs y is zipped, as `Give` finds it.
 template <typename T, typename M, int kRows, int kTokens>
-void AddRows(const T* const* rows, const T* const* next, const M* const* m, float* const* y, int width, bool first) {
+void AddRows(const T* const* rows, const T* const* next, const M* const* m, float* const* y, int width, bool fresh) {
   constexpr int kWide = kStep<T, M>, kLine = 64 / sizeof(T);
   int whole = width / kWide * kWide;
   for (int k = 0; k < whole; k += kWide) {
@@ -232,7 +233,10 @@ void AddRows(const T* const* rows, const T* const* next, const M* const* m, floa
       if (k % kLine == 0) __builtin_prefetch(next[r] + k, 0, 2);
     }
     if constexpr (kPairs<T, M>) {
-      Vec acc[kTokens][2] = {};
+      Vec acc[kTokens][2];
+      for (int t = 0; t < kTokens; ++t) {
+        for (int i = 0; i < 2; ++i) acc[t][i] = fresh ? Vec{} : Load(y[t] + k + i * kLanes);
+      }
       for (int r = 0; r < kRows; r += 2) {
         Half32 zipped[2];
         Zip(LoadPairs(rows[r] + k), r + 1 < kRows ? LoadPairs(rows[r + 1] + k) : Half32{}, &zipped[0], &zipped[1]);
@@ -242,14 +246,11 @@ void AddRows(const T* const* rows, const T* const* next, const M* const* m, floa
         }
       }
       for (int t = 0; t < kTokens; ++t) {
-        Vec low, high;
-        Unzip(acc[t][0], acc[t][1], &low, &high);
-        Store(y[t] + k, first ? low : Load(y[t] + k) + low);
-        Store(y[t] + k + kLanes, first ? high : Load(y[t] + k + kLanes) + high);
+        for (int i = 0; i < 2; ++i) Store(y[t] + k + i * kLanes, acc[t][i]);
       }
     } else {
       Vec acc[kTokens];
-      for (int t = 0; t < kTokens; ++t) acc[t] = first ? Vec{} : Load(y[t] + k);
+      for (int t = 0; t < kTokens; ++t) acc[t] = fresh ? Vec{} : Load(y[t] + k);
       for (int r = 0; r < kRows; ++r) {
         Vec b = Load(rows[r] + k);
         for (int t = 0; t < kTokens; ++t) acc[t] += Widen(m[t][r]) * b;
@@ -259,11 +260,27 @@ void AddRows(const T* const* rows, const T* const* next, const M* const* m, floa
   }
   for (int t = 0; t < kTokens; ++t) {
     for (int k = whole; k < width; ++k) {
-      float sum = first ? 0.0f : y[t][k];
+      float sum = fresh ? 0.0f : y[t][k];
       for (int r = 0; r < kRows; ++r) sum += Widen(m[t][r]) * Widen(rows[r][k]);
       y[t][k] = sum;
     }
   }
+}
+
+// Gives what `AddRows` has left to y, or adds it to what is there when `onto`.
+template <typename T, typename M>
+void Give(const float* from, float* y, int width, bool onto) {
+  constexpr int kWide = kPairs<T, M> ? 2 * kLanes : kLanes;
+  int whole = width / kStep<T, M> * kStep<T, M>;
+  for (int k = 0; k < whole; k += kWide) {
+    Vec parts[2] = {Load(from + k)};
+    if constexpr (kPairs<T, M>) Unzip(parts[0], Load(from + k + kLanes), &parts[0], &parts[1]);
+    for (int i = 0; i < kWide / kLanes; ++i) {
+      float* to = y + k + i * kLanes;
+      Store(to, onto ? Load(to) + parts[i] : parts[i]);
+    }
+  }
+  for (int k = whole; k < width; ++k) y[k] = onto ? y[k] + from[k] : from[k];
 }
 
 // m[t][r] for the rows of a piece. x [T, I]; X and M are the raw types of x and m.
@@ -302,10 +319,10 @@ void Shrink(const Side<T>& a, const Piece& piece, int projection, const Users& u
   }
 }
 
-// y[t] for the columns of a piece, [T, O] float32.
+// y[t] for the columns of a piece, [T, O] float32; added to what is there when `onto`.
 template <typename T, typename M>
 void Expand(const Side<T>& b, const Piece& piece, int projection, const Users& users, const M* m, int64_t stride, float* y,
-            After<T> after) {
+            bool onto, After<T> after) {
   constexpr int kRows = 8, kFewRows = 2;
   int out = b.widths[projection], width = piece.end - piece.begin, count = users.Count(piece.adapter);
   int most = count < kManyTokens ? kFewRows : kRows;
@@ -313,11 +330,12 @@ void Expand(const Side<T>& b, const Piece& piece, int projection, const Users& u
   const int* tokens = users.Of(piece.adapter);
   int64_t start = b.Start(piece.adapter, projection) + piece.begin;
   T* room = Scratch<T>(static_cast<size_t>(kRows) * width);
+  float* sums = Scratch<float, 1>(static_cast<size_t>(count) * width);
   Walk<T> walk(b, piece.adapter, start, out, width), ahead = walk;
   int far = std::max(RowsAhead<T>(width), most);
   for (int i = 0; i < far; ++i) ahead.Step();
   for (int r = 0; r < rank;) {
-    int here = rank - r >= most ? most : 1;
+    int here = rank - r >= most ? most : rank - r >= kFewRows ? kFewRows : 1;
     const T *rows[kRows], *next[kRows];
     for (int i = 0; i < here; ++i, walk.Step(), ahead.Step()) {
       rows[i] = walk.Find(room + i * width);
@@ -329,7 +347,7 @@ void Expand(const Side<T>& b, const Piece& piece, int projection, const Users& u
       const M* f[2];
       float* own[2];
       for (int j = 0; j < together; ++j) {
-        own[j] = y + static_cast<int64_t>(tokens[t + j]) * out + piece.begin;
+        own[j] = sums + static_cast<int64_t>(t + j) * width;
         f[j] = m + tokens[t + j] * stride + r;
       }
       auto add = here == kRows      ? (together == 2 ? AddRows<T, M, kRows, 2> : AddRows<T, M, kRows, 1>)
@@ -339,6 +357,9 @@ void Expand(const Side<T>& b, const Piece& piece, int projection, const Users& u
       t += together;
     }
     r += here;
+  }
+  for (int t = 0; t < count; ++t) {
+    Give<T, M>(sums + static_cast<int64_t>(t) * width, y + static_cast<int64_t>(tokens[t]) * out + piece.begin, width, onto);
   }
 }
 

@@ -46,7 +46,17 @@ inline std::vector<float*> Results(ffi::RemainingRets& rets, const I32& owner, c
   return y;
 }
 
-// Operands of shrink, expand and delta, as jax.ffi hands them over.
+// The arrays of sums, which results share with operands, from the row of the first token on.
+inline std::vector<float*> RowsFrom(ffi::RemainingRets& sums, Ints group, int64_t first) {
+  std::vector<float*> y;
+  for (size_t at = 0; at < group.size(); ++at) {
+    auto sum = sums.get<F32>(at).value();
+    y.push_back(sum->typed_data() + first * sum->dimensions()[1]);
+  }
+  return y;
+}
+
+// Operands of shrink, expand, delta and add, as jax.ffi hands them over.
 inline auto ShrinkOperands() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
@@ -90,6 +100,25 @@ inline auto DeltaOperands() {
       .Attr<Ints>("a_widths")
       .Attr<Ints>("b_widths")
       .Attr<int64_t>("max_rank");
+}
+inline auto AddOperands() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Any>()
+      .Arg<Any>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .Arg<F32>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<Ints>("group")
+      .Attr<Ints>("a_widths")
+      .Attr<Ints>("b_widths")
+      .Attr<int64_t>("max_rank")
+      .Attr<int64_t>("first");
 }
 
 }  // namespace plora

@@ -161,12 +161,13 @@ Middle<M> RunShrink(const TileCall& call, const Side<uint16_t>& a, const Any& x,
   return middle;
 }
 
+template <bool kOnto>
 void RunExpand(const TileCall& call, const Side<uint16_t>& b, Middle<uint16_t> middle, const std::vector<float*>& y) {
   RunTilePieces(call.threads, ExpandPieces(call, b.widths), [&](const TilePiece& piece, const TilePiece& then, bool more) {
     const int projection_then = call.group[then.at];
     NextRows next(b, then.adapter, b.Start(then.adapter, projection_then) + then.begin, b.widths[projection_then],
                      then.end - then.begin, more ? call.Rank(then.adapter, then.at) : 0);
-    ExpandTiles(b, piece, call.group[piece.at], call.Rank(piece.adapter, piece.at), call.tiles, middle, y[piece.at], next);
+    ExpandTiles<kOnto>(b, piece, call.group[piece.at], call.Rank(piece.adapter, piece.at), call.tiles, middle, y[piece.at], next);
   });
 }
 
@@ -220,7 +221,7 @@ ffi::Error TileExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32
     std::memcpy(to, from, rank * sizeof(uint16_t));
     std::fill(to + rank, to + TilesOf(rank, kTileRanks) * kTileRanks, 0);
   });
-  RunExpand(call, SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths), middle, y);
+  RunExpand<false>(call, SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths), middle, y);
   return ffi::Error::Success();
 #else
   return ffi::Error(ffi::ErrorCode::kUnimplemented, "built without the matrix unit");
@@ -234,7 +235,21 @@ ffi::Error TileDeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 
   TileCall call(pool.num_threads(), owner, ranks, group, max_rank);
   auto a = SideOf<uint16_t>(pages, layer, ranks, a_pages, a_widths);
   auto middle = RunShrink<uint16_t>(call, a, x, scale, layer.typed_data()[0]);
-  RunExpand(call, SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths), middle, y);
+  RunExpand<false>(call, SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths), middle, y);
+  return ffi::Error::Success();
+#else
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, "built without the matrix unit");
+#endif
+}
+
+ffi::Error TileAddImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
+                       I32 b_pages, ffi::RemainingArgs, ffi::RemainingRets sums, Ints group, Ints a_widths, Ints b_widths,
+                       int64_t max_rank, int64_t first) {
+#ifdef __AMX_BF16__
+  TileCall call(pool.num_threads(), owner, ranks, group, max_rank);
+  auto a = SideOf<uint16_t>(pages, layer, ranks, a_pages, a_widths), b = SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths);
+  auto middle = RunShrink<uint16_t>(call, a, x, scale, layer.typed_data()[0]);
+  RunExpand<true>(call, b, middle, RowsFrom(sums, group, first));
   return ffi::Error::Success();
 #else
   return ffi::Error(ffi::ErrorCode::kUnimplemented, "built without the matrix unit");
@@ -251,3 +266,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_tile_shrink, TileShrinkImpl, ShrinkOperands(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_tile_expand, TileExpandImpl, ExpandOperands());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_tile_delta, TileDeltaImpl, DeltaOperands());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_tile_add, TileAddImpl, AddOperands());

@@ -247,15 +247,22 @@ inline const uint16_t* PackColumns(const Side<uint16_t>& b, const TilePiece& pie
   return packed;
 }
 
-// kColumns tiles of results of a tile of tokens, in rows of `stride` from y on.
-template <int kColumns>
+// kColumns tiles of results of a tile of tokens, in rows of `stride` from y on; added to what is there with kOnto.
+template <int kColumns, bool kOnto>
 void ExpandBlock(const uint16_t* m, int64_t m_stride, const uint16_t* packed, int64_t rank_tiles, float* y, int64_t stride) {
   const int64_t of_column = rank_tiles * kTileNumbers;
   WrittenToMemory();
-  _tile_zero(0);
-  if constexpr (kColumns > 1) { _tile_zero(1); }
-  if constexpr (kColumns > 2) { _tile_zero(2); }
-  if constexpr (kColumns > 3) { _tile_zero(3); }
+  if constexpr (kOnto) {
+    _tile_loadd(0, y, stride * 4);
+    if constexpr (kColumns > 1) { _tile_loadd(1, y + kTileSide, stride * 4); }
+    if constexpr (kColumns > 2) { _tile_loadd(2, y + 2 * kTileSide, stride * 4); }
+    if constexpr (kColumns > 3) { _tile_loadd(3, y + 3 * kTileSide, stride * 4); }
+  } else {
+    _tile_zero(0);
+    if constexpr (kColumns > 1) { _tile_zero(1); }
+    if constexpr (kColumns > 2) { _tile_zero(2); }
+    if constexpr (kColumns > 3) { _tile_zero(3); }
+  }
   for (int64_t k = 0; k < rank_tiles; ++k, packed += kTileNumbers) {
     _tile_loadd(4, m + k * kTileRanks, m_stride * 2);
     _tile_loadd(5, packed, 64);
@@ -279,9 +286,10 @@ void ExpandBlock(const uint16_t* m, int64_t m_stride, const uint16_t* packed, in
   if constexpr (kColumns > 3) { _tile_stored(3, y + 3 * kTileSide, stride * 4); }
 }
 
-// y [T, O] of a piece.
-inline void ExpandTiles(const Side<uint16_t>& b, const TilePiece& piece, int projection, int rank, const TokenTiles& tiles,
-                        Middle<uint16_t> middle, float* y, NextRows next) {
+// y [T, O] of a piece; added to what is there with kOnto.
+template <bool kOnto>
+void ExpandTiles(const Side<uint16_t>& b, const TilePiece& piece, int projection, int rank, const TokenTiles& tiles,
+                 Middle<uint16_t> middle, float* y, NextRows next) {
   constexpr int kMost = 4;
   const int64_t out = b.widths[projection], rank_tiles = TilesOf(rank, kTileRanks);
   const uint16_t* packed = PackColumns(b, piece, projection, rank);
@@ -293,13 +301,19 @@ inline void ExpandTiles(const Side<uint16_t>& b, const TilePiece& piece, int pro
     const bool whole = tokens.Whole();
     for (int column = 0; column < columns; column += kMost) {
       const int here = std::min(kMost, columns - column);
-      float* own = whole ? y + tokens.tokens[0] * out + piece.begin + column * kTileSide : room;
-      auto block = here == 4 ? ExpandBlock<4> : here == 3 ? ExpandBlock<3> : here == 2 ? ExpandBlock<2> : ExpandBlock<1>;
-      block(middle.At(piece.at, tile), middle.stride, packed + column * rank_tiles * kTileNumbers, rank_tiles, own,
-            whole ? out : kMost * kTileSide);
+      auto block = here == 4   ? ExpandBlock<4, kOnto>
+                   : here == 3 ? ExpandBlock<3, kOnto>
+                   : here == 2 ? ExpandBlock<2, kOnto>
+                               : ExpandBlock<1, kOnto>;
+      float* rows = y + piece.begin + column * kTileSide;
+      const size_t bytes = here * kTileSide * sizeof(float);
+      for (int row = 0; kOnto && !whole && row < tokens.count; ++row) {
+        std::memcpy(room + row * kMost * kTileSide, rows + tokens.tokens[row] * out, bytes);
+      }
+      block(middle.At(piece.at, tile), middle.stride, packed + column * rank_tiles * kTileNumbers, rank_tiles,
+            whole ? rows + tokens.tokens[0] * out : room, whole ? out : kMost * kTileSide);
       for (int row = 0; !whole && row < tokens.count; ++row) {
-        std::memcpy(y + tokens.tokens[row] * out + piece.begin + column * kTileSide, room + row * kMost * kTileSide,
-                    here * kTileSide * sizeof(float));
+        std::memcpy(rows + tokens.tokens[row] * out, room + row * kMost * kTileSide, bytes);
       }
       next.Read(lines);
     }

@@ -282,6 +282,34 @@ def test_acquire_that_can_never_fit_falls_back_to_fetch_and_is_counted(preferred
     pool.check_integrity()
 
 
+def test_acquire_prefers_another_strategy_while_the_device_has_room_for_all():
+    pool = make_pool(("near_data",), while_all_fit="resident")  # for two of 5 pages
+    for identity in (1, 2):
+        pool.put(small(identity))
+    pool.acquire(1)
+    assert pool.placed(1).strategy == "resident"
+    pool.put(small(3))
+    pool.acquire(2)
+    assert pool.placed(2).strategy == "near_data", "the third has no room"
+    assert pool.placed(1).strategy == "resident", "who has pages there keeps them"
+    assert pool.status(3).strategy == "near_data"
+    pool.release(2)
+    pool.retire(3)
+    pool.acquire(2)
+    assert pool.placed(2).strategy == "resident"
+    pool.check_integrity()
+
+
+def test_acquire_while_all_fit_takes_what_works_where_near_data_is_lost():
+    pool = make_pool(("near_data",), while_all_fit="resident")
+    pool.lose(("near_data", "split"), instead="fetch")
+    for identity in (1, 2):
+        pool.put(small(identity))
+    assert pool.status(1).strategy == "resident"
+    pool.put(small(3))
+    assert pool.status(1).strategy == "fetch"
+
+
 def test_acquire_split_holds_only_b_on_the_device():
     pool = make_pool(("split",))
     put_small(pool, 1)

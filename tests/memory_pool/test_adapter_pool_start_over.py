@@ -26,6 +26,14 @@ def test_start_over_empties_the_device_and_takes_other_strategies():
     assert pool.placed(1).strategy == "near_data"
 
 
+def test_start_over_takes_the_strategy_of_while_all_fit():
+    pool = make_pool(("split",))
+    pool.put(small(1))
+    pool.start_over(("near_data",), while_all_fit="resident")
+    pool.acquire(1)
+    assert pool.placed(1).strategy == "resident"
+
+
 def test_start_over_keeps_what_was_lost_lost():
     pool = make_pool(("split",))
     pool.put(small(1))

@@ -142,14 +142,56 @@ def test_rows_kernel_equals_xla(kernel: Kernel, field: str, dtype: str, place: s
             np.testing.assert_array_equal(got[:real], want[:real])
 
 
-@kernels("shrink", "expand", "delta", of=(DECODE,))
+@DTYPES
+@pytest.mark.parametrize("group", GROUPS, ids="+".join)
+@kernels("shrink", "expand", "delta")
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_lora_kernel_token_is_bit_equal_in_any_company(kernel: Kernel, field: str, tokens: int) -> None:
-    case, group = lora_case("float32"), ("down",)
+def test_lora_kernel_token_is_bit_equal_in_any_company(
+    kernel: Kernel, field: str, tokens: int, group: tuple[str, ...], dtype: str
+) -> None:
+    case = lora_case(dtype)
     static = case.static(field, group)
     together = run(kernel.call, case.operands(field, group), **static)
     some = np.array([2, 12, 6, 1, 5])[:tokens]
     apart = run(kernel.call, case.operands(field, group, some), **static)
+    for one, all_of_them in zip(apart, together, strict=True):
+        np.testing.assert_array_equal(one, np.asarray(all_of_them)[some])
+
+
+@functools.cache
+def sums(dtype: str, group: tuple[str, ...]) -> tuple[np.ndarray, ...]:
+    """Of more rows than there are tokens."""
+    case, rng = lora_case(dtype), np.random.default_rng(3)
+    return tuple(
+        rng.normal(size=(len(case.owner) + 5, case.layout.out_width(name))).astype(np.float32) for name in group
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("group", GROUPS, ids="+".join)
+@kernels("add")
+def test_add_kernel_adds_delta_to_the_rows_of_tokens_with_an_adapter(
+    kernel: Kernel, field: str, group: tuple[str, ...], dtype: str
+) -> None:
+    case, before, first = lora_case(dtype), sums(dtype, group), 3
+    got = run(kernel.call, (before, *case.operands(field, group)), first=first, **case.static(field, group))
+    for name, one, was, part in zip(group, got, before, lora_reference("delta", dtype, group), strict=True):
+        want = was.copy()
+        want[first : first + len(case.owner)] += np.asarray(part)
+        close((one,), (want,), dtype)
+        nothing = (case.owner == BASE) | (case.packed.ranks[case.owner, case.layout.index(name)] == 0)
+        changed = np.flatnonzero((np.asarray(one) != was).any(axis=1)) - first
+        assert changed.tolist() == np.flatnonzero(~nothing).tolist(), "no other row may change"
+
+
+@kernels("add")
+def test_add_kernel_token_is_bit_equal_in_any_company(kernel: Kernel, field: str) -> None:
+    group = ("q", "k")
+    case, before = lora_case("bfloat16"), sums("bfloat16", group)
+    static = case.static(field, group)
+    together = run(kernel.call, (before, *case.operands(field, group)), **static)
+    some = np.array([2, 12, 6, 1, 5])
+    apart = run(kernel.call, (tuple(y[some] for y in before), *case.operands(field, group, some)), **static)
     for one, all_of_them in zip(apart, together, strict=True):
         np.testing.assert_array_equal(one, np.asarray(all_of_them)[some])
 
@@ -294,8 +336,8 @@ def test_choose_kernels_takes_the_first_that_applies_and_ends_with_the_reference
     assert chosen.decode == XLA._replace(delta=slow)
     assert chosen.prefill == XLA
     assert describe_kernels(chosen, "cpu") == (
-        "decode: xla (shrink, expand, rows, attention), slow (delta); prefill: xla (shrink, expand, delta, rows, "
-        "attention) (no fast: no compiler)"
+        "decode: xla (shrink, expand, add, rows, attention), slow (delta); prefill: xla (shrink, expand, delta, add, "
+        "rows, attention) (no fast: no compiler)"
     )
 
 

@@ -145,11 +145,42 @@ def test_tiles_serve_whole_tiles_of_bfloat16_and_vectors_all_else(field: str) ->
     assert in_vectors in lowered(call, first, pages, **fixed | {"layout": odd})
 
 
+@needs_unit
+@by_group
+@by_order
+def test_add_on_tiles_is_bit_equal_in_any_company_and_leaves_other_rows(order: str, group: tuple[str, ...]) -> None:
+    owner, rng, lead = owners(order), np.random.default_rng(5), 7
+    x, fixed = rows_of("delta", group, len(owner)), static("delta", group)
+    before = tuple(
+        rng.normal(size=(lead + len(owner) + 2, LAYOUT.out_width(name))).astype(np.float32) for name in group
+    )
+
+    def add(chosen: np.ndarray, sums: tuple[np.ndarray, ...], first: int) -> Any:
+        def call(sums: Any, x: Any, pages: Any, lane: Any) -> Any:
+            return tiles("add")(sums, x, pages, jnp.int32(1), lane, first=first, **fixed)
+
+        return jax.jit(call)(sums, x[chosen], packed().pages, packed().lane(owner[chosen]))
+
+    got = add(np.arange(len(owner)), before, lead)
+    some = np.flatnonzero(owner >= 0)[3:150:7]
+    apart = add(some, tuple(y[lead + some] for y in before), 0)
+    deltas = run(XLA.delta.call, x, owner, **fixed)
+    for name, one, was, alone, delta in zip(group, got, before, apart, deltas, strict=True):
+        one = np.asarray(one)
+        np.testing.assert_array_equal(one[lead + some], alone)
+        want = was.astype(np.float64)
+        want[lead : lead + len(owner)] += np.asarray(delta)
+        np.testing.assert_allclose(one, want, atol=TOLERANCE * np.abs(want).max())
+        nothing = (owner == BASE) | (packed().ranks[owner, LAYOUT.index(name)] == 0)
+        same = np.concatenate([np.ones(lead, bool), nothing, np.ones(2, bool)])
+        np.testing.assert_array_equal(one[same], was[same])
+
+
 def test_choose_kernels_gives_prefill_the_matrix_unit_and_decode_the_vectors() -> None:
     chosen = choose_kernels("cpu")
     vectors = "xla" if native.unavailable() else "native"
     unit = vectors if native.matrix_unit_unavailable() else "native-tiles"
-    for field in ("shrink", "expand", "delta"):
+    for field in ("shrink", "expand", "delta", "add"):
         assert [kernel.name for kernel in PREFILL["cpu"][field]] == ["native-tiles", "native"]
         assert [kernel.name for kernel in DECODE["cpu"][field]] == ["native"]
         assert getattr(chosen.prefill, field).name == unit
