@@ -75,13 +75,16 @@ def preset_of(platform: str, device_kind: str) -> str:
     return _UNKNOWN
 
 
-def shape_of_model(config: ModelConfig, *, name: str, item_bytes: int, shards: int = 1) -> ModelShape:
+def shape_of_model(
+    config: ModelConfig, *, name: str, item_bytes: int, kv_item_bytes: float | None = None, shards: int = 1
+) -> ModelShape:
     """The phases, matrices and attention of one shard of a base model.
 
     Args:
         config: of the whole model.
         name: under which its base steps are in a calibration.
         item_bytes: of a number of weights, adapters and KV.
+        kv_item_bytes: of a number of KV, where it is another.
         shards: of the mesh axis `tensor`.
     """
     whole = transformer(
@@ -97,5 +100,6 @@ def shape_of_model(config: ModelConfig, *, name: str, item_bytes: int, shards: i
         experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         item_bytes=item_bytes,
+        kv_item_bytes=kv_item_bytes,
     )
     return whole.shard(shards)
