@@ -20,7 +20,7 @@ from plora_jax.model import forward_full
 from plora_jax.parallel import TensorParallel
 from strategies.cost.attention_work import KvLoad, attention_work
 from tests.conftest import PACK, ROOT
-from tests.plora_jax.conformance import deploy, engine_over
+from tests.plora_jax.conformance import adapters_of, deploy, engine_over, golden
 from tests.plora_jax.test_step import Auditor
 
 LLAMA = PACK / "models" / "llama"
@@ -70,6 +70,18 @@ def test_ledger_equals_audit_for_every_step_over_int8_pages(built):
     assert answers(engine_over(built, auditor, chunk=8), PROMPTS) == wanted, "pages in the pool give other tokens"
     built.kv._most_copies = copies
     assert {("kv", "local", "decode"), ("activation", "distributed", "decode")} <= auditor.seen
+
+
+def test_adapters_beside_int8_kv_give_their_golden_tokens(built):
+    """Of the model whose keys and values are not rounded, after a prompt that leaves no two tokens near one another."""
+    engine, names = engine_over(built, built.executor, chunk=16), adapters_of("llama")
+    for name in names:
+        engine.load_adapter(name, str(PACK / "adapters" / name))
+    assert "embed_head_lora" in names
+    goldens = [golden(name, "llama") for name in (None, *names)]
+    sampling = dataclasses.replace(GREEDY, max_tokens=12)
+    found = engine.generate([g["prompt_3"].tolist() for g in goldens], sampling, adapters=[None, *names])
+    assert [list(c.token_ids) for (c,) in found] == [g["greedy_3"].tolist() for g in goldens]
 
 
 def layouts(**changes):
