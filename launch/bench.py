@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from launch import flags
-from launch.benchmarks import latency, memory, policies, quality, startup, strategies, throughput
+from launch.benchmarks import first_use, latency, memory, policies, quality, startup, strategies, throughput
 from launch.benchmarks.peers import command as peers
 
 
@@ -51,6 +51,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         memory.__doc__,
         memory.define_flags,
         memory.main,
+    ),
+    "first_use": Benchmark(
+        "time to the first token of an adapter that was never loaded, beside one that is in the pool",
+        first_use.__doc__,
+        first_use.define_flags,
+        first_use.main,
     ),
     "quality": Benchmark(
         "what bfloat16, int8 weights and int8 KV cost in quality: perplexity on a text against float32",

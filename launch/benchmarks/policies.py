@@ -6,11 +6,13 @@
   python -m launch.bench policies --adapters=100 --runs=1 --requests=128 --policies=auto,near_data --traffics=skewed
       a quick look
 
-All adapters are loaded once, into the pool. Before each run the device is emptied of them and the policy begins with
-nothing known; the policies take turns, run by run, under the same requests. --concurrency streams send one request
-after the other; what is measured ends before streams run out of requests. Policies are compared by "ms": the mean ITL
-of steps that only decode, times the streams there should be over those that ran, as a stream that waits for room for
-its adapter gets no token either. p50 and p99 are of the same steps. "all ITL" counts steps that compute prompts, too.
+All adapters are loaded once into the pools of --side_by_side engines. A run is that of auto and of some other policies
+under the same requests, each by an engine of its own, which take turns of --turn_steps steps: so they meet the same
+machine, however fast it is that minute, and "over auto" is the median of their ratios, run by run. Before a run the
+devices are emptied of adapters and the policies begin with nothing known. --concurrency streams send one request after
+the other; what is measured ends before streams run out of requests. Policies are compared by "ms": the mean ITL of
+steps that only decode, times the streams there should be over those that ran, as a stream that waits for room for its
+adapter gets no token either. p50 and p99 are of the same steps. "all ITL" counts steps that compute prompts, too.
 The policy far is not part of the comparison: it shows what the planner caches where the pool is behind a link.
 Progress goes to standard error, the report to standard output; figures are medians over the runs. The exit code says
 nothing about them.
@@ -21,9 +23,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
+import itertools
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from absl import flags as absl_flags
 from rich.console import Console
@@ -39,6 +44,7 @@ from launch.benchmarks.policies_traffic import Traffic, make_traffic
 from launch.benchmarks.policies_watch import WatchedPlanner
 from launch.benchmarks.report import System
 from launch.benchmarks.synthetic import adapter_name, synthetic_adapter
+from launch.benchmarks.turns import Turns
 from launch.console import StageLog
 from launch.flags import StartError
 from plora_jax.adapters import Adapter
@@ -121,12 +127,24 @@ class Bench:
             ids_range=(low, high),
         )
 
-    def run(self, policy: str, traffic: Traffic) -> RunFigures:
+    def run(self, policy: str, traffic: Traffic, turns: Turns, place: int) -> RunFigures:
         """One run of a policy, from an empty device.
+
+        Args:
+            policy: of POLICIES.
+            traffic: what is asked for.
+            turns: of all engines that run at this time.
+            place: of this engine among them.
 
         Raises:
             StartError: the engine could not serve it.
         """
+        try:
+            return self._run(policy, traffic, functools.partial(turns.take, place))
+        finally:
+            turns.leave(place)
+
+    def _run(self, policy: str, traffic: Traffic, wait: Callable[[], None]) -> RunFigures:
         case, deployment = self._case, self._deployment
         pool = deployment.adapters
         assert pool is not None
@@ -134,9 +152,8 @@ class Bench:
 
         def watch(planner: PlacementPlanner | None) -> PlacementPlanner:
             last = case.requests - case.concurrency // 2
-            found.append(
-                WatchedPlanner(planner, pool, deployment.ledger, first=max(1, case.warmup_requests), last=last)
-            )
+            first = max(1, case.warmup_requests)
+            found.append(WatchedPlanner(planner, pool, deployment.ledger, first=first, last=last, wait=wait))
             return found[0]
 
         fixed = policy in LORA
@@ -173,18 +190,23 @@ def run_policies(case: PoliciesCase, engine: EngineConfig, *, command: str, log:
     Raises:
         StartError: the case cannot be measured.
     """
-    with _running(case, engine, log) as (bench, deployment):
-        bench.run(case.policy_names[0], bench.traffic(case.traffic_names[0], seed=case.seed))
+    with _running(case, engine, log) as (benches, deployment):
+        warm = benches[0].traffic(case.traffic_names[0], seed=case.seed)
+        _side_by_side(benches, case.groups[0][:1] * len(benches), warm, steps=case.turn_steps)
         compiled = counter.count
         runs: dict[tuple[str, str], list[RunFigures]] = {}
+        beside: dict[tuple[str, str], list[RunFigures]] = {}
         for number in range(case.runs):
-            for kind in case.traffic_names:
-                traffic = bench.traffic(kind, seed=case.seed + number)
-                turn = number % len(case.policy_names)
-                for policy in (*case.policy_names[turn:], *case.policy_names[:turn]):
-                    figures = bench.run(policy, traffic)
+            for kind, group in itertools.product(case.traffic_names, case.groups):
+                # Engines differ a little in where their memory lies: each policy has each of them in turn.
+                group = (*group[number % len(group) :], *group[: number % len(group)])
+                traffic = benches[0].traffic(kind, seed=case.seed + number)
+                found = dict(zip(group, _side_by_side(benches, group, traffic, steps=case.turn_steps), strict=True))
+                for policy, figures in found.items():
                     runs.setdefault((kind, policy), []).append(figures)
-                    log.say(f"run {number + 1}/{case.runs}", f"{kind} {policy}: {1000 * figures.latency_s:.2f} ms")
+                    beside.setdefault((kind, policy), []).extend([found[AUTO]] * (AUTO in found))
+                said = ", ".join(f"{policy} {1000 * figures.latency_s:.2f}" for policy, figures in found.items())
+                log.say(f"run {number + 1}/{case.runs}", f"{kind}: {said} ms")
         return PoliciesReport(
             case=_case_in_words(case),
             options=dataclasses.asdict(case),
@@ -193,7 +215,7 @@ def run_policies(case: PoliciesCase, engine: EngineConfig, *, command: str, log:
             machine=describe_machine(),
             software=describe_software(),
             measured=[
-                Measured(kind, policy, tuple(runs[kind, policy]))
+                Measured(kind, policy, tuple(runs[kind, policy]), tuple(beside[kind, policy]))
                 for kind in case.traffic_names
                 for policy in case.policy_names
             ],
@@ -213,23 +235,39 @@ def main() -> int:
     return 0
 
 
+def _side_by_side(
+    benches: Sequence[Bench], policies: Sequence[str], traffic: Traffic, *, steps: int
+) -> list[RunFigures]:
+    """A run of each policy, by an engine of its own; they take turns."""
+    turns = Turns(len(policies), steps=steps)
+    with ThreadPoolExecutor(len(policies)) as threads:
+        runs = [
+            threads.submit(bench.run, policy, traffic, turns, place)
+            for place, (bench, policy) in enumerate(zip(benches, policies, strict=False))
+        ]
+    return [run.result() for run in runs]
+
+
 @contextlib.contextmanager
-def _running(case: PoliciesCase, engine: EngineConfig, log: StageLog) -> Iterator[tuple[Bench, Deployment]]:
-    """An engine that holds the adapters of a case, started."""
-    try:
-        model = load_config(engine.model)
-        deployment = build_engine(case.fit(engine, model, memory_bytes=memory_bytes()), progress=log)
-        log.end()
-        identities = _load_adapters(case, deployment, log)
-    except (ValueError, OSError) as error:
-        raise StartError(str(error)) from error
-    finally:
-        log.end()
-    deployment.engine.start()
-    try:
-        yield Bench(case, deployment, identities), deployment
-    finally:
-        deployment.engine.shutdown()
+def _running(case: PoliciesCase, engine: EngineConfig, log: StageLog) -> Iterator[tuple[list[Bench], Deployment]]:
+    """Engines that hold the adapters of a case, started; and the first one's deployment."""
+    with contextlib.ExitStack() as running:
+        benches, deployments = [], []
+        for _ in range(case.engines):
+            try:
+                model = load_config(engine.model)
+                deployment = build_engine(case.fit(engine, model, memory_bytes=memory_bytes()), progress=log)
+                log.end()
+                identities = _load_adapters(case, deployment, log)
+            except (ValueError, OSError) as error:
+                raise StartError(str(error)) from error
+            finally:
+                log.end()
+            deployment.engine.start()
+            running.callback(deployment.engine.shutdown)
+            deployments.append(deployment)
+            benches.append(Bench(case, deployment, identities))
+        yield benches, deployments[0]
 
 
 def _load_adapters(case: PoliciesCase, deployment: Deployment, log: StageLog) -> list[int]:
@@ -262,5 +300,6 @@ def _case_in_words(case: PoliciesCase) -> str:
         f"{case.adapters} synthetic adapters, rank {ranks} on {case.adapter_targets}, "
         f"{case.device_adapter_mb} MB of device memory for them; {case.concurrency} streams, {case.requests} requests "
         f"a run of {case.prompt_tokens} + {case.new_tokens} tokens on average, greedy, ignore_eos; power law of "
-        f"exponent {case.skew}, drift each {case.drift_requests} requests; seed {case.seed}"
+        f"exponent {case.skew}, drift each {case.drift_requests} requests; seed {case.seed}; {case.engines} engines "
+        f"take turns of {case.turn_steps} steps"
     )

@@ -47,11 +47,14 @@ class PoliciesCase:
         prompt_tokens: tokens of each prompt, drawn at random.
         new_tokens: tokens of an answer on average; each is drawn between half of it and one and a half.
         requests: requests of a run, those of the warm-up included.
-        warmup_requests: first requests of a run, which are not measured; three times the streams, so that planners have
+        warmup_requests: first requests of a run, which are not measured; twice the streams, so that planners have
             seen requests come and go.
         skew: exponent of the power law: the r-th most popular adapter is asked for in proportion to r ** -skew.
         drift_requests: requests after which other adapters are the popular ones, in drifting traffic.
         runs: runs of each policy under each traffic; figures are medians over them.
+        side_by_side: policies that are measured in the same seconds, each by an engine of its own that holds all
+            adapters: auto and so many others as are left. 2 at least where auto is held to others.
+        turn_steps: steps that one of them makes before it is the next one's turn.
         seed: of the traffic. Run k of every policy has the same requests.
         output_json: file to write all figures to.
     """
@@ -66,11 +69,13 @@ class PoliciesCase:
     concurrency: int = 32
     prompt_tokens: int = 32
     new_tokens: int = 64
-    requests: int = 352
-    warmup_requests: int = 96
+    requests: int = 128
+    warmup_requests: int = 64
     skew: float = 1.06
-    drift_requests: int = 128
+    drift_requests: int = 32
     runs: int = 5
+    side_by_side: int = 3
+    turn_steps: int = 16
     seed: int = 0
     output_json: str | None = None
 
@@ -81,6 +86,19 @@ class PoliciesCase:
     @property
     def traffic_names(self) -> list[str]:
         return split_names([self.traffics])
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """Policies that take turns; auto is in each group, where it is measured."""
+        reference = (AUTO,) * (AUTO in self.policy_names)
+        others = [name for name in self.policy_names if name != AUTO]
+        size = max(1, self.side_by_side - len(reference))
+        return [(*reference, *others[at : at + size]) for at in range(0, max(1, len(others)), size)]
+
+    @property
+    def engines(self) -> int:
+        """Engines that the largest group needs."""
+        return max(map(len, self.groups))
 
     @property
     def targets(self) -> list[str]:
@@ -101,7 +119,7 @@ class PoliciesCase:
     def validate(self) -> None:
         """Raises StartError naming every field that cannot be, its value and what is allowed."""
         least = {"adapters": 1, "device_adapter_mb": 1, "concurrency": 1, "prompt_tokens": 1, "new_tokens": 2}
-        least |= {"runs": 1, "drift_requests": 4, "warmup_requests": 0}
+        least |= {"runs": 1, "drift_requests": 4, "warmup_requests": 0, "turn_steps": 1, "side_by_side": 1}
         problems = [
             f"--{name} must be at least {bound}, got {value}"
             for name, bound in least.items()
@@ -125,6 +143,8 @@ class PoliciesCase:
                 f"--requests {self.requests} must be above --warmup_requests {self.warmup_requests} and --concurrency "
                 f"{self.concurrency} together: the last requests of a run are not measured either"
             )
+        if self.side_by_side == 1 and AUTO in self.policy_names and len(self.policy_names) > 1:
+            problems.append("--side_by_side must be at least 2 where auto is held to other policies, got 1")
         try:
             parse_hardware(self.far_hardware)
         except HardwareError as error:
@@ -136,7 +156,7 @@ class PoliciesCase:
             raise StartError("; ".join(problems))
 
     def fit(self, engine: EngineConfig, model: ModelConfig, *, memory_bytes: int) -> EngineConfig:
-        """The engine's configuration with a pool that holds all adapters and streams.
+        """The configuration of each engine, with a pool that holds all adapters and streams.
 
         Args:
             engine: everything else.
@@ -144,7 +164,7 @@ class PoliciesCase:
             memory_bytes: of the machine.
 
         Raises:
-            StartError: the model has no such projection, or the pool is more than the machine has.
+            StartError: the model has no such projection, or the pools are more than the machine has.
         """
         unknown = [name for name in self.targets if name not in model.projections]
         if unknown or not self.targets:
@@ -159,17 +179,18 @@ class PoliciesCase:
         layout = page_layout(parallel, engine, dtype=dtype)
         ranks = [dict.fromkeys(self.targets, rank) for rank in self.ranks]
         sequences = (self.concurrency + 2) * (-(-self.longest // engine.page_tokens) + 1) + engine.pool_devices
-        pool = (needed_adapter_mb(ranks, layout) * 2**20 + sequences * layout.page_bytes) * engine.tensor_parallel_size
-        device = (self.device_adapter_mb + engine.device_kv_mb) * 2**20
+        each = (needed_adapter_mb(ranks, layout) * 2**20 + sequences * layout.page_bytes) * engine.tensor_parallel_size
+        pool = self.engines * each
+        device = self.engines * (self.device_adapter_mb + engine.device_kv_mb) * 2**20
         if pool + device + _LEAST_REST_BYTES > memory_bytes:
             raise StartError(
-                f"the pool of {self.adapters} adapters takes {in_bytes(pool)} beside {in_bytes(device)} of device "
-                f"memory and {in_bytes(_LEAST_REST_BYTES)} for everything else, and this machine has "
-                f"{in_bytes(memory_bytes)}: lower --adapters or --adapter_ranks"
+                f"{self.engines} pools of {self.adapters} adapters take {in_bytes(pool)} beside {in_bytes(device)} of "
+                f"device memory and {in_bytes(_LEAST_REST_BYTES)} for everything else, and this machine has "
+                f"{in_bytes(memory_bytes)}: lower --side_by_side, --adapters or --adapter_ranks"
             )
         return dataclasses.replace(
             engine,
-            pool_memory_gb=1.01 * pool / 2**30,
+            pool_memory_gb=1.01 * each / 2**30,
             device_adapter_mb=self.device_adapter_mb,
             max_lora_rank=max(self.ranks),
             max_num_seqs=self.concurrency,

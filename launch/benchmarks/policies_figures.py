@@ -85,8 +85,8 @@ def run_figures(
     Raises:
         StartError: it was too short.
     """
-    steps = watched.steps[:-1]
-    seconds = np.diff([step.begun_s for step in watched.steps])
+    steps = watched.steps
+    seconds = np.array([step.seconds for step in steps])
     tokens = np.array([len(step.served) for step in steps])
     rows = np.array([step.rows for step in steps])
     streams = float((rows * seconds).sum() / seconds.sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from launch.benchmarks.policies_case import AUTO, FAR
@@ -20,20 +20,43 @@ NEAR_BEST = 1.03
 MEAN_REGRET, WORST_REGRET = 1.05, 1.2
 
 _LABEL_WIDTH = 24
-_HEAD = f"{'policy':<10}{'ms':>8}{'ratio':>7}{'ITL':>8}{'p50':>8}{'p99':>8}{'all ITL':>9}{'ratio':>7}{'streams':>9}"
-_HEAD += f"{'tokens/s':>10}{'on device':>11}{'link/token':>12}"
+_HEAD = f"{'policy':<10}{'ms':>8}{'over auto':>11}{'ITL':>8}{'p50':>8}{'p99':>8}{'all ITL':>9}{'over auto':>11}"
+_HEAD += f"{'streams':>9}{'tokens/s':>10}{'on device':>11}{'link/token':>12}"
 
 
 class Measured(NamedTuple):
-    """The runs of one policy under one traffic."""
+    """The runs of one policy under one traffic.
+
+    Attributes:
+        traffic: kind.
+        policy: name.
+        runs: its runs.
+        beside: the run of auto that took turns with each; empty without auto.
+    """
 
     traffic: str
     policy: str
     runs: tuple[RunFigures, ...]
+    beside: tuple[RunFigures, ...]
 
     @property
     def median(self) -> RunFigures:
         return median_figures(self.runs)
+
+    @property
+    def over_auto(self) -> float | None:
+        """Median over the runs of its latency over that of auto beside it; None without auto."""
+        return self._over(lambda run: run.latency_s)
+
+    @property
+    def all_over_auto(self) -> float | None:
+        """The same with steps that compute prompts."""
+        return self._over(lambda run: run.all_latency_s)
+
+    def _over(self, of: Callable[[RunFigures], float]) -> float | None:
+        if not self.beside:
+            return None
+        return statistics.median(of(run) / of(auto) for run, auto in zip(self.runs, self.beside, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,31 +88,31 @@ class PoliciesReport:
     measured_at: datetime.datetime
 
     @property
-    def latencies(self) -> dict[str, dict[str, float]]:
-        """Median latency by traffic and policy, seconds; what plans for another machine is left out."""
-        found: dict[str, dict[str, float]] = {}
-        for entry in self.measured:
-            of = found.setdefault(entry.traffic, {})
-            if entry.policy != FAR:
-                of[entry.policy] = entry.median.latency_s
-        return found
+    def traffics(self) -> list[str]:
+        """Kinds of traffic that were measured."""
+        return list(dict.fromkeys(entry.traffic for entry in self.measured))
 
     @property
     def ratios(self) -> dict[str, float]:
-        """By traffic, the latency of `auto` over the lowest."""
-        return {
-            traffic: of[AUTO] / min(of.values()) for traffic, of in self.latencies.items() if AUTO in of and len(of) > 1
-        }
+        """By traffic, the latency of `auto` over the lowest; what plans for another machine is left out."""
+        return {traffic: max(1.0, *of.values()) for traffic in self.traffics if (of := self._auto_over(traffic))}
 
     @property
     def regrets(self) -> dict[str, float]:
         """By traffic, the latency of `auto` over that of the best fixed strategy."""
-        found = {}
-        for traffic, of in self.latencies.items():
-            fixed = [value for policy, value in of.items() if policy in LORA]
-            if AUTO in of and fixed:
-                found[traffic] = of[AUTO] / min(fixed)
-        return found
+        fixed = {
+            traffic: [ratio for policy, ratio in self._auto_over(traffic).items() if policy in LORA]
+            for traffic in self.traffics
+        }
+        return {traffic: max(ratios) for traffic, ratios in fixed.items() if ratios}
+
+    def _auto_over(self, traffic: str) -> dict[str, float]:
+        """The latency of `auto` over that of each policy that it is held to."""
+        return {
+            entry.policy: 1 / over
+            for entry in self.measured
+            if entry.traffic == traffic and entry.policy not in (AUTO, FAR) and (over := entry.over_auto) is not None
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values; times in seconds."""
@@ -105,8 +128,10 @@ class PoliciesReport:
                 {
                     "traffic": entry.traffic,
                     "policy": entry.policy,
+                    "over_auto": entry.over_auto,
                     "median": entry.median._asdict(),
                     "runs": [run._asdict() for run in entry.runs],
+                    "auto_beside": [run._asdict() for run in entry.beside],
                 }
                 for entry in self.measured
             ],
@@ -129,7 +154,7 @@ class PoliciesReport:
             _line("hardware", hardware),
             _line("software", _in_words(self.software)),
         ]
-        for traffic in self.latencies:
+        for traffic in self.traffics:
             lines += ["", *self._table(traffic)]
         lines += ["", *self._verdict(), ""]
         text = str(self.compilations) if not self.compilations else f"{self.compilations}, and must be 0"
@@ -138,9 +163,7 @@ class PoliciesReport:
     def _table(self, traffic: str) -> list[str]:
         entries = [entry for entry in self.measured if entry.traffic == traffic]
         notes = [note for entry in entries for note in _notes(entry.policy, entry.median)]
-        held = [entry.median for entry in entries if entry.policy != FAR] or [entry.median for entry in entries]
-        lowest = min(run.latency_s for run in held), min(run.all_latency_s for run in held)
-        return [f"{traffic} traffic", _HEAD, *(_row(entry.policy, entry.median, *lowest) for entry in entries), *notes]
+        return [f"{traffic} traffic", _HEAD, *map(_row, entries), *notes]
 
     def _verdict(self) -> list[str]:
         if not self.ratios:
@@ -169,11 +192,16 @@ def _met(is_met: bool) -> str:
     return "met" if is_met else "NOT met"
 
 
-def _row(policy: str, run: RunFigures, lowest: float, all_lowest: float) -> str:
+def _row(entry: Measured) -> str:
+    run = entry.median
     times = "".join(f"{1000 * value:>8.2f}" for value in (run.itl_s, run.itl_p50_s, run.itl_p99_s))
-    row = f"{policy:<10}{1000 * run.latency_s:>8.2f}{run.latency_s / lowest:>7.3f}{times}{1000 * run.all_itl_s:>9.2f}"
-    row += f"{run.all_latency_s / all_lowest:>7.3f}{run.streams:>9.1f}{run.tokens_per_s:>10.1f}"
+    row = f"{entry.policy:<10}{1000 * run.latency_s:>8.2f}{_ratio(entry.over_auto)}{times}{1000 * run.all_itl_s:>9.2f}"
+    row += f"{_ratio(entry.all_over_auto)}{run.streams:>9.1f}{run.tokens_per_s:>10.1f}"
     return f"{row}{100 * run.on_device:>9.1f} %{in_bytes(run.link_bytes_per_token):>12}"
+
+
+def _ratio(over: float | None) -> str:
+    return f"{'-' if over is None else f'{over:.3f}':>11}"
 
 
 def _notes(policy: str, run: RunFigures) -> list[str]:

@@ -1,14 +1,16 @@
 """Looks at every step of an engine from where its planner stands: between the steps.
 
-A turn goes from one look to the next: the plan's turn, the step, and the delivery of its tokens. That is what the
-streams wait for between two tokens, so the mean over turns, weighted by their tokens, is the mean ITL as the engine
-gives it, however late a client reads.
+A step is counted from one look to the next: the planner's turn, the step itself, and the delivery of its tokens. That
+is what the streams wait for between two tokens, so the mean over steps, weighted by their tokens, is the mean ITL as
+the engine gives it, however late a client reads. The time in which an engine waits for its turn among others is not
+part of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from memory_pool.adapter_pool import AdapterPool
@@ -24,7 +26,7 @@ class Step:
     """One step.
 
     Attributes:
-        begun_s: when the turn before it began.
+        seconds: that it took, with the planner's turn before it and the delivery of its tokens.
         started: requests that had been part of a step by then, this one included.
         rows: sequences that have tokens in it.
         served: adapter and strategy of each token that is decoded.
@@ -34,7 +36,7 @@ class Step:
         predicted_s: what the plan that holds says a step takes; None without a plan.
     """
 
-    begun_s: float
+    seconds: float
     started: int
     rows: int
     served: tuple[tuple[int, str], ...]
@@ -53,20 +55,29 @@ class WatchedPlanner:
         ledger: of the link.
         first: requests that have started when the measured part begins.
         last: requests that have started when it ends.
+        wait: returns when this engine may make a step.
 
     Attributes:
-        steps: of the measured part, and one more, whose beginning ends the last of them.
+        steps: of the measured part.
         is_over: whether the measured part has ended.
     """
 
     def __init__(
-        self, inner: PlacementPlanner | None, pool: AdapterPool, ledger: Ledger, *, first: int, last: int
+        self,
+        inner: PlacementPlanner | None,
+        pool: AdapterPool,
+        ledger: Ledger,
+        *,
+        first: int,
+        last: int,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._inner, self._pool, self._ledger = inner, pool, ledger
-        self._first, self._last = first, last
+        self._first, self._last, self._wait = first, last, wait
         self._seen: set[int] = set()
         self._begun_s, self._turn = 0.0, Turn(0, None)
         self._link_bytes: list[int] = []
+        self._under_way: Step | None = None
         self.steps: list[Step] = []
         self.is_over = False
 
@@ -81,6 +92,8 @@ class WatchedPlanner:
         return end - begin
 
     def between_steps(self, running: SequenceOf[Sequence]) -> Turn:
+        self._end_step()
+        self._wait()
         self._begun_s = time.perf_counter()
         self._turn = Turn(0, None) if self._inner is None else self._inner.between_steps(running)
         return self._turn
@@ -97,7 +110,8 @@ class WatchedPlanner:
         self.is_over = started >= self._last
         if not self._link_bytes or self.is_over:
             self._link_bytes.append(self._moved_bytes())
-        self.steps.append(self._step(plan, started))
+        if not self.is_over:
+            self._under_way = self._step(plan, started)
 
     def reasons(self) -> Reasons | None:
         return None if self._inner is None else self._inner.reasons()
@@ -106,11 +120,17 @@ class WatchedPlanner:
         if self._inner is not None:
             self._inner.close()
 
+    def _end_step(self) -> None:
+        if self._under_way is not None:
+            seconds = time.perf_counter() - self._begun_s
+            self.steps.append(dataclasses.replace(self._under_way, seconds=seconds))
+            self._under_way = None
+
     def _step(self, plan: StepPlan, started: int) -> Step:
         rows = [row for row in plan.rows if row.decode]
         decision = self._inner.decision if isinstance(self._inner, EnginePlanner) else None
         return Step(
-            begun_s=self._begun_s,
+            seconds=0.0,
             started=started,
             rows=len(plan.rows),
             served=tuple((id_, self._pool.placed(id_).strategy) for row in rows if (id_ := row.sequence.adapter_id)),

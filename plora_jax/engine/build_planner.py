@@ -65,6 +65,7 @@ def make_planner(
         model,
         name=name,
         item_bytes=np.dtype(layout.dtype).itemsize,
+        weight_bytes=1 if config.quantization == "int8" else None,
         kv_item_bytes=layout.kv_item_bytes,
         shards=memory.num_shards,
     )

@@ -76,7 +76,13 @@ def preset_of(platform: str, device_kind: str) -> str:
 
 
 def shape_of_model(
-    config: ModelConfig, *, name: str, item_bytes: int, kv_item_bytes: float | None = None, shards: int = 1
+    config: ModelConfig,
+    *,
+    name: str,
+    item_bytes: int,
+    weight_bytes: int | None = None,
+    kv_item_bytes: float | None = None,
+    shards: int = 1,
 ) -> ModelShape:
     """The phases, matrices and attention of one shard of a base model.
 
@@ -84,7 +90,8 @@ def shape_of_model(
         config: of the whole model.
         name: under which its base steps are in a calibration.
         item_bytes: of a number of weights, adapters and KV.
-        kv_item_bytes: of a number of KV, where it is another.
+        weight_bytes: of a base weight that is kept in another precision; None for `item_bytes`.
+        kv_item_bytes: of a number of KV, its part of a scale included; None for `item_bytes`.
         shards: of the mesh axis `tensor`.
     """
     whole = transformer(
@@ -102,4 +109,4 @@ def shape_of_model(
         item_bytes=item_bytes,
         kv_item_bytes=kv_item_bytes,
     )
-    return whole.shard(shards)
+    return dataclasses.replace(whole, weight_bytes=weight_bytes).shard(shards)

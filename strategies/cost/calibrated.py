@@ -100,7 +100,11 @@ class CalibratedModel:
         return LoraLoads(found[..., :_SERIAL], found[..., _SERIAL])
 
     def base(self, size: StepSize) -> np.ndarray:
-        """As `CostModel.base`: the measured step by its rows, shared out as the phases' rooflines are; or products."""
+        """As `CostModel.base`: the measured step by its rows, shared out as the phases' rooflines are; or products.
+
+        Steps were measured with weights in the compute dtype: with others they take the time that their products differ
+        by less.
+        """
         load_s = np.zeros((len(self.shape.phases), len(RESOURCES)))
         attention_call = self.shape.attention.layers * self.calibration.device_attention.call_s
         load_s[self.shape.attention_phase, DEVICE_FLOPS] = attention_call
@@ -109,7 +113,11 @@ class CalibratedModel:
             return load_s + self._products(size)
         rooflines = IdealModel(self.shape, self.hardware).base(size).max(axis=1)
         at, seconds = np.array(points, float).T
-        load_s[:, DEVICE_FLOPS] += np.interp(size.rows, at, seconds) * rooflines / rooflines.sum()
+        step_s = float(np.interp(size.rows, at, seconds))
+        if self.shape.weight_bytes is not None:
+            measured = dataclasses.replace(self, shape=dataclasses.replace(self.shape, weight_bytes=None))
+            step_s += float((self._products(size) - measured._products(size)).sum())
+        load_s[:, DEVICE_FLOPS] += step_s * rooflines / rooflines.sum()
         return load_s
 
     def attention(self, kv: KvLoad) -> AttentionLoads:
@@ -159,7 +167,7 @@ class CalibratedModel:
             operands = phase.layers * rows * (phase.inputs + outputs) * item
             calls = phase.layers * max(1, len(phase.matrices))
             lanes = len(LORA_COLUMNS) * phase.layers * bool(phase.matrices)
-            load_s[index, DEVICE_MEMORY] = phase.base_read(rows) * item * cost.matmul.byte_s
+            load_s[index, DEVICE_MEMORY] = phase.base_read(rows) * self.shape.bytes_of_weight * cost.matmul.byte_s
             load_s[index, DEVICE_FLOPS] = (
                 calls * cost.matmul.call_s
                 + phase.base_flops(rows) * cost.matmul.flop_s

@@ -114,7 +114,7 @@ class IdealModel:
         load_s = np.zeros((len(self.shape.phases), len(RESOURCES)))
         for index, phase in enumerate(self.shape.phases):
             rows = size.sampled if phase.name == "head" else size.tokens
-            read_bytes = phase.base_read(rows) * self.shape.item_bytes
+            read_bytes = phase.base_read(rows) * self.shape.bytes_of_weight
             load_s[index, DEVICE_MEMORY] = read_bytes / self.hardware.device.memory_bytes_per_s
             load_s[index, DEVICE_FLOPS] = phase.base_flops(rows) / self._device_flops
         self._add_up_device(load_s)

@@ -111,12 +111,14 @@ class ModelShape:
         phases: in the order of a step.
         attention: of the phase named "attention".
         item_bytes: of a number of weights, adapters, activations, and of KV unless `attention` says otherwise.
+        weight_bytes: of a number of base weights that are kept in another precision; None for `item_bytes`.
     """
 
     name: str
     phases: tuple[PhaseShape, ...]
     attention: AttentionShape
     item_bytes: int = 2
+    weight_bytes: int | None = None
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -143,6 +145,11 @@ class ModelShape:
         """Kept for a token in one layer."""
         item = self.attention.kv_item_bytes
         return self.attention.kv_numbers * (self.item_bytes if item is None else item)
+
+    @property
+    def bytes_of_weight(self) -> int:
+        """Bytes of a number of base weights."""
+        return self.weight_bytes or self.item_bytes
 
     @property
     def base_numbers(self) -> float:

@@ -71,7 +71,7 @@ def test_report_has_a_table_for_each_traffic_and_a_verdict(report):
     for pattern in (
         r"^case +10 synthetic adapters, rank 4, 8 on q_proj,v_proj, 1 MB of device memory for them; 4 streams, 28 ",
         r"^planner +joint, for hardware .*, cost model \w+$",
-        *(rf"^{kind} traffic\npolicy +ms +ratio" for kind in KINDS),
+        *(rf"^{kind} traffic\npolicy +ms +over auto" for kind in KINDS),
         *(rf"^{policy} +\d+\.\d\d +\d\.\d{{3}} " for policy in POLICIES),
         r"^  auto: \d+ plans of \d+\.\d ms, \d+ pages copied, a decode step predicted \d+\.\d\d ms, measured \d+\.\d",
         r"^  lru: of tokens of popular adapters \d+ % were read on the device in first quarters of periods, \d+ % in",
@@ -91,6 +91,10 @@ def run_of(ms: float, all_ms: float | None = None) -> RunFigures:
 
 
 def report_of(**by_traffic: dict[str, float]) -> PoliciesReport:
+    def measured(traffic: str, policy: str, of: dict[str, float]) -> Measured:
+        beside = (run_of(of["auto"]),) if "auto" in of else ()
+        return Measured(traffic, policy, (run_of(of[policy]),), beside)
+
     return PoliciesReport(
         case="",
         options={},
@@ -98,7 +102,7 @@ def report_of(**by_traffic: dict[str, float]) -> PoliciesReport:
         planning="joint",
         machine={"cpu": "c", "cores": 2, "memory_bytes": 1},
         software={},
-        measured=[Measured(t, p, (run_of(ms),)) for t, of in by_traffic.items() for p, ms in of.items()],
+        measured=[measured(traffic, policy, of) for traffic, of in by_traffic.items() for policy in of],
         compilations=0,
         command="",
         measured_at=datetime.datetime.now(datetime.UTC),
@@ -120,6 +124,28 @@ def test_verdict_holds_auto_to_all_policies_and_to_the_best_fixed_one():
     assert "verdict: there is nothing to hold auto to" in report_of(uniform={"lru": 1}).as_text()
 
 
+def test_slow_minute_of_the_machine_does_not_count_against_a_policy():
+    runs, beside = ((run_of(10), run_of(22), run_of(11)), (run_of(10), run_of(20), run_of(10)))
+    assert Measured("uniform", "split", runs, beside).over_auto == pytest.approx(1.1)
+    assert Measured("uniform", "split", runs, ()).over_auto is None
+
+
+@pytest.mark.parametrize(
+    ("policies", "side_by_side", "groups"),
+    [
+        ("auto,lru,split,fetch", 3, [("auto", "lru", "split"), ("auto", "fetch")]),
+        ("lru,auto,split", 2, [("auto", "lru"), ("auto", "split")]),
+        ("lru,split,fetch", 2, [("lru", "split"), ("fetch",)]),
+        ("auto", 3, [("auto",)]),
+        ("lru,split", 1, [("lru",), ("split",)]),
+    ],
+)
+def test_auto_is_beside_every_policy(policies, side_by_side, groups):
+    case = dataclasses.replace(CASE, policies=policies, side_by_side=side_by_side)
+    case.validate()
+    assert (case.groups, case.engines) == (groups, max(map(len, groups)))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -131,6 +157,8 @@ def test_verdict_holds_auto_to_all_policies_and_to_the_best_fixed_one():
         ({"adapters": 0}, "--adapters must be at least 1, got 0"),
         ({"adapter_ranks": "8,x"}, "--adapter_ranks '8,x' must be whole numbers above 0 with commas, such as 8,16"),
         ({"requests": 8}, "--requests 8 must be above --warmup_requests 4 and --concurrency 4 together"),
+        ({"side_by_side": 1}, "--side_by_side must be at least 2 where auto is held to other policies, got 1"),
+        ({"turn_steps": 0}, "--turn_steps must be at least 1, got 0"),
         ({"skew": 0.0}, "--skew must be above 0, got 0.0"),
         ({"far_hardware": "h999"}, "--far_hardware: hardware 'h999' is unknown"),
         ({"output_json": "/no/where.json"}, "--output_json '/no/where.json' is in a directory that does not exist"),
@@ -147,8 +175,8 @@ def test_pool_that_does_not_fit_the_machine_is_refused():
     with pytest.raises(StartError) as caught:
         dataclasses.replace(CASE, adapters=100_000).fit(ENGINE, model, memory_bytes=25 * 10**8)
     assert re.fullmatch(
-        r"the pool of 100000 adapters takes [\d.]+ .B beside 2 MB of device memory and 2.15 GB for everything else, "
-        r"and this machine has 2.50 GB: lower --adapters or --adapter_ranks",
+        r"3 pools of 100000 adapters take [\d.]+ .B beside 6 MB of device memory and 2.15 GB for everything else, "
+        r"and this machine has 2.50 GB: lower --side_by_side, --adapters or --adapter_ranks",
         str(caught.value),
     )
     with pytest.raises(StartError, match="--adapter_targets 'z_proj' names no projection of this model: choose from q"):

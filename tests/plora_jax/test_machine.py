@@ -83,3 +83,5 @@ def test_shape_has_the_projections_of_the_model(name):
     widths = {matrix.name: (matrix.outputs, matrix.inputs) for matrix in shape.matrices}
     assert widths == dict(config.projections)
     assert shape.attention.layers == config.num_layers
+    assert shape.bytes_of_weight == 4
+    assert machine.shape_of_model(config, name=name, item_bytes=4, weight_bytes=1).shard(2).bytes_of_weight == 1

@@ -22,9 +22,9 @@ def traffic(requests=8, period=8):
     )
 
 
-def step(begun_s, served, *, started=1, rows=None, prefill=0, planned_s=None, predicted_s=None, moved=0):
+def step(seconds, served, *, started=1, rows=None, prefill=0, planned_s=None, predicted_s=None, moved=0):
     return Step(
-        begun_s=begun_s,
+        seconds=seconds,
         started=started,
         rows=len(served) if rows is None else rows,
         served=tuple(served),
@@ -51,10 +51,9 @@ NEAR, SPLIT = (10, "near_data"), (11, "split")
 
 def test_figures_weigh_steps_by_their_tokens_and_keep_prompts_apart():
     steps = [
-        step(0.0, [NEAR, NEAR, SPLIT, SPLIT], planned_s=0.5, predicted_s=0.8, moved=3),
-        step(1.0, [NEAR, NEAR], rows=4, prefill=20, predicted_s=9.0),
-        step(4.0, [NEAR, SPLIT], rows=4, predicted_s=1.0, moved=2),
-        step(6.0, [NEAR]),
+        step(1.0, [NEAR, NEAR, SPLIT, SPLIT], planned_s=0.5, predicted_s=0.8, moved=3),
+        step(3.0, [NEAR, NEAR], rows=4, prefill=20, predicted_s=9.0),
+        step(2.0, [NEAR, SPLIT], rows=4, predicted_s=1.0, moved=2),
     ]
     got = figures(steps, link_bytes=80)
     assert got.streams == 4
@@ -70,7 +69,7 @@ def test_figures_weigh_steps_by_their_tokens_and_keep_prompts_apart():
 
 
 def test_streams_that_wait_for_room_count_in_the_latency():
-    got = figures([step(0.0, [NEAR, NEAR]), step(1.0, [NEAR])])
+    got = figures([step(1.0, [NEAR, NEAR])])
     assert (got.streams, got.itl_s, got.latency_s, got.all_latency_s) == (2, 1.0, 2.0, 2.0)
 
 
@@ -78,12 +77,11 @@ def test_quarters_follow_the_popular_adapters_of_each_period():
     # Periods of 4 requests; 0 and 1 are the popular of the first, 2 and 1 those of the second, which fit the device.
     near, split, other = (12, "near_data"), (12, "split"), (10, "resident")
     steps = [
-        step(0.0, [SPLIT], started=2),  # the first period is not whole
+        step(1.0, [SPLIT], started=2),  # the first period is not whole
         step(1.0, [near, near, other], started=5),
-        step(2.0, [split], started=6),
-        step(3.0, [split, split, split, near, other], started=8),
-        step(4.0, [near], started=9),
-        step(5.0, [near]),
+        step(1.0, [split], started=6),
+        step(1.0, [split, split, split, near, other], started=8),
+        step(1.0, [near], started=9),
     ]
     got = figures(steps, of=traffic(12, 4))
     assert (got.first_quarter, got.last_quarter) == (0.0, 0.75)
@@ -91,11 +89,11 @@ def test_quarters_follow_the_popular_adapters_of_each_period():
 
 def test_run_without_a_step_that_only_decodes_is_refused():
     with pytest.raises(StartError, match="no step of a run only decoded: raise --requests or --new_tokens"):
-        figures([step(0.0, [NEAR], prefill=3), step(1.0, [NEAR])])
+        figures([step(1.0, [NEAR], prefill=3)])
 
 
 def test_median_is_of_each_figure_for_itself():
-    slow, fast = (figures([step(0.0, [NEAR]), step(end, [NEAR])], link_bytes=end) for end in (3.0, 1.0))
+    slow, fast = (figures([step(seconds, [NEAR])], link_bytes=seconds) for seconds in (3.0, 1.0))
     got = median_figures([slow, fast, fast._replace(link_bytes_per_token=2.0, predicted_s=5.0)])
     assert (got.itl_s, got.link_bytes_per_token, got.predicted_s, got.plan_s) == (1.0, 2.0, 5.0, None)
     assert got.by_strategy["near_data"] == 1.0

@@ -140,6 +140,17 @@ def test_base_of_another_model_is_the_measured_products():
     assert without[2].sum() == pytest.approx(4 * 30 * (lanes.call_s + 8 * 576 * 4 * lanes.operand_byte_s))
 
 
+@pytest.mark.parametrize("points", [{}, {SHAPE.name: ((8.0, 0.010), (32.0, 0.022))}], ids=["products", "measured"])
+def test_int8_weights_take_as_much_less_as_their_bytes(points):
+    hardware = dataclasses.replace(CPU, calibration=dataclasses.replace(CALIBRATION, base_steps=points))
+    size = StepSize(tokens=16, rows=16, sampled=16, max_rank=8)
+    wide, narrow = (
+        cost_model(dataclasses.replace(SHAPE, weight_bytes=each), hardware, "calibrated").base(size)
+        for each in (None, 1)
+    )
+    assert (wide - narrow).sum() == pytest.approx(SHAPE.base_numbers * CALIBRATION.matmul.byte_s)
+
+
 def test_mode_without_a_calibration_says_what_to_do():
     with pytest.raises(
         ValueError, match=r"hardware paper has no calibration: measure it with python -m launch\.calibrate"

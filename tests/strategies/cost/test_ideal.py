@@ -9,7 +9,17 @@ import pytest
 
 from memory_pool.hardware import HARDWARE
 from strategies.cost import IdealModel, KvLoad, adapter_features, cost_model, decoding, plan_problem
-from strategies.cost.columns import NEAR_DATA, NEAR_FLOPS, NEAR_MEMORY, RESIDENT, SPLIT, TO_DEVICE, TO_POOL
+from strategies.cost.columns import (
+    DEVICE_MEMORY,
+    NEAR_DATA,
+    NEAR_FLOPS,
+    NEAR_MEMORY,
+    RESIDENT,
+    SPLIT,
+    TO_DEVICE,
+    TO_POOL,
+)
+from strategies.cost.cost_model import StepSize
 from strategies.planner import RESOURCES, STRIPED, evaluate
 from tests.strategies.cost.models import (
     CHECKED,
@@ -223,6 +233,16 @@ def test_prefill_is_bound_by_the_devices_compute():
     pairs = 2048 * 2049 / 2
     assert problem.kv.device_load_s[0] == pytest.approx(4 * 4096 * 32 * pairs / 989e12)
     assert problem.kv.device_load_s[1] == pytest.approx(2048 * 32 * 2 * 4096 * 2 / 3350e9)
+
+
+def test_int8_weights_are_read_in_half_the_time():
+    size = StepSize(tokens=4, rows=4, sampled=4, max_rank=8)
+    wide, narrow = (
+        IdealModel(dataclasses.replace(model("Llama-2-7b"), weight_bytes=each), PAPER).base(size)[:, DEVICE_MEMORY]
+        for each in (None, 1)
+    )
+    assert narrow == pytest.approx(wide / 2)
+    assert wide.sum() > 0
 
 
 def test_small_buffer_makes_near_data_read_again():
