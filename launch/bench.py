@@ -59,7 +59,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         first_use.main,
     ),
     "quality": Benchmark(
-        "what bfloat16 and int8 weights cost in quality: perplexity on a text against float32",
+        "what bfloat16, int8 weights and int8 KV cost in quality: perplexity on a text against float32",
         quality.__doc__,
         quality.define_flags,
         quality.main,

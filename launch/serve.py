@@ -141,6 +141,7 @@ def make_state(deployment: Deployment, http: HttpConfig, *, template: str | None
         pool_bytes=deployment.pool_bytes,
         device_cache_bytes=lambda: {what: size for what, size in sizes.items() if what in ("adapter", "kv")},
         num_kv_pages=deployment.kv_tokens // deployment.config.page_tokens,
+        kv_cache_dtype=deployment.config.kv_cache_dtype,
         fallbacks=None if adapters is None else lambda: adapters.fallbacks,
         near_data_failures=lambda: deployment.near_data.failures,
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memory_pool.pages import PageAllocator
     from memory_pool.pool_pages import PoolPages
     from memory_pool.probe import ProbeReport
-    from memory_pool.raw import from_raw, raw_dtype, to_raw
+    from memory_pool.raw import from_raw, raw_dtype, recast, to_raw
 
 _HOMES = {
     "adapter_pool": (
@@ -86,6 +86,7 @@ _HOMES = {
     "raw": (
         "from_raw",
         "raw_dtype",
+        "recast",
         "to_raw",
     ),
 }
@@ -126,6 +127,7 @@ __all__ = [
     "parse_link",
     "pool_sharding",
     "raw_dtype",
+    "recast",
     "store_in_pool",
     "to_device",
     "to_pool",

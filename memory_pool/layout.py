@@ -1,7 +1,8 @@
 """One kind of page for KV and adapters, in the pool and on the device.
 
 A page spans all layers: L rows of W raw numbers. A KV page holds keys and values of G tokens, [2, K, G, H] in each
-layer. An adapter's pages hold rank components: one row of A is I numbers in each layer, one column of B is O. Rows are
+layer. As int8 each head's keys, and its values, are G H bytes and then G scales of float32, as raw numbers too. An
+adapter's pages hold rank components: one row of A is I numbers in each layer, one column of B is O. Rows are
 laid end to end in units of U numbers, the largest size that divides every width, so nothing is padded to another
 adapter's rank; only the last page of an adapter's A, and of its B, may have room left.
 
@@ -23,6 +24,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+SCALE_BYTES = 4
+"""Of the scale of one token and head, where keys and values are int8."""
 
 
 class Cut(NamedTuple):
@@ -55,6 +59,7 @@ class PageLayout:
         head_dim: H.
         projections: cuts by projection name; their order is that of the streams.
         dtype: of the numbers, which are kept as raw bits.
+        int8_kv: keys and values are int8 with a scale a token and head; adapters are of `dtype` all the same.
     """
 
     num_layers: int
@@ -63,6 +68,7 @@ class PageLayout:
     head_dim: int
     projections: Mapping[str, Cut]
     dtype: np.dtype
+    int8_kv: bool = False
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -76,7 +82,20 @@ class PageLayout:
     @functools.cached_property
     def page_width(self) -> int:
         """W: numbers of a page in one layer."""
-        return 2 * self.kv_heads * self.page_tokens * self.head_dim
+        return 2 * self.kv_heads * self.head_width
+
+    @functools.cached_property
+    def head_width(self) -> int:
+        """Numbers of the keys, or of the values, of one head in one layer of a page."""
+        if not self.int8_kv:
+            return self.page_tokens * self.head_dim
+        assert self.head_dim % self.dtype.itemsize == 0, self.head_dim
+        return self.page_tokens * (self.head_dim + SCALE_BYTES) // self.dtype.itemsize
+
+    @property
+    def kv_item_bytes(self) -> float:
+        """Bytes of a number of keys or values as it is kept, its part of a scale included."""
+        return self.head_width * self.dtype.itemsize / (self.page_tokens * self.head_dim)
 
     @functools.cached_property
     def unit(self) -> int:

@@ -20,5 +20,16 @@ def to_raw(array: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(array, raw_dtype(array.dtype))
 
 
+def recast(array: jax.Array, dtype: np.dtype | type) -> jax.Array:
+    """The same bytes as numbers of another width: [..., N] -> [..., N * old width / new width].
+
+    The numbers of each row lie one after another; its bytes are a whole number of new ones.
+    """
+    rows, width = array.shape[:-1], np.dtype(dtype).itemsize
+    count = array.shape[-1] * array.dtype.itemsize // width
+    as_bytes = lax.bitcast_convert_type(array, np.uint8).reshape(*rows, count, *([width] if width > 1 else []))
+    return lax.bitcast_convert_type(as_bytes, dtype)
+
+
 def from_raw(array: jax.Array, dtype: np.dtype | type) -> jax.Array:
     return lax.bitcast_convert_type(array, dtype)

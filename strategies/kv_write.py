@@ -2,8 +2,8 @@
 
 XLA on the CPU scatters row by row, which takes eight times as long in a prefill step.
 
-Letters: L layers, P pages, W numbers of a page in one layer, [2, K, G, H], G tokens of a page, K KV heads, H head dim,
-T packed tokens.
+Letters: L layers, P pages, W numbers of a page in one layer, [2, K, G, H] or as int8 (`strategies.int8_kv`), G tokens
+of a page, K KV heads, H head dim, T packed tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from memory_pool.layout import PageLayout
 from memory_pool.raw import to_raw
-from strategies import native
+from strategies import int8_kv, native
 from strategies.rowwise import native_serves
 
 
@@ -35,7 +35,7 @@ def write_kv(
     Args:
         pages_LPW: raw numbers.
         layer: [] int32.
-        k_TKH, v_TKH: of the dtype of the layout, or float32 that is first rounded to it.
+        k_TKH, v_TKH: of the dtype of the layout, or float32, which is first rounded to it; for int8 pages it is not.
         where: page and offset of each token; of tokens that go to one place the last stays.
         layout: of pages.
 
@@ -51,7 +51,7 @@ def write_kv(
             v_TKH,
             pages_T=where.pages,
             offsets_T=where.offsets,
-            page_tokens=layout.page_tokens,
+            layout=layout,
         )
     return xla_write_kv(pages_LPW, layer, k_TKH, v_TKH, where, layout=layout)
 
@@ -60,6 +60,8 @@ def xla_write_kv(
     pages_LPW: jax.Array, layer: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, where: KvWrite, *, layout: PageLayout
 ) -> jax.Array:
     """The reference of `write_kv`."""
+    if layout.int8_kv:
+        return int8_kv.write_rows(pages_LPW, layer, k_TKH, v_TKH, where.pages, where.offsets, layout=layout)
     num_pages, heads, tokens = pages_LPW.shape[1], layout.kv_heads, layout.page_tokens
     # The index is made flat so that one token of one head is one contiguous row.
     rows = pages_LPW.reshape(-1, layout.head_dim)

@@ -5,9 +5,9 @@ compiled program serves every context length: the number of chunks is data. Page
 skipped, so the pages of one sequence can be attended in several places. All functions run on the device as well as near
 the data, where constants are refused: they are made from operands.
 
-Letters: L layers, P pages, W numbers of a page in one layer, [2, K, G, H], G tokens of a page, K KV heads, H head dim,
-N query groups of a lane, Q queries of a group, R query heads of a KV head, M pages of a table, S
-queries of a group times heads of a KV head, C tokens of a chunk.
+Letters: L layers, P pages, W numbers of a page in one layer, [2, K, G, H] or as int8 (`strategies.int8_kv`), G tokens
+of a page, K KV heads, H head dim, N query groups of a lane, Q queries of a group, R query heads of a KV head, M pages
+of a table, S queries of a group times heads of a KV head, C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jax import lax
 
 from memory_pool.layout import PageLayout
 from memory_pool.raw import from_raw
+from strategies.int8_kv import Int8Rows, open_pages
 from strategies.lanes import ABSENT, AttentionLane
 from strategies.low_rank import count_up, fill
 
@@ -101,20 +102,26 @@ def partial_attention(
     positions_NS = jnp.repeat(lane.positions, queries // lane.positions.shape[1], axis=1)
     offset_C = count_up(lane.tables, CHUNK_TOKENS)
     # Pages of one head are contiguous, so the gather gives [N, K, tokens, H] without a transpose.
-    rows = pages_LPW.reshape(-1, page_tokens, dim)
+    rows = pages_LPW.reshape(-1, *((layout.head_width,) if layout.int8_kv else (page_tokens, dim)))
     head_K = count_up(lane.tables, heads)[None, :, None]
 
-    def take(pages_NM: jax.Array, part: int) -> jax.Array:
+    def take(pages_NM: jax.Array, part: int) -> Int8Rows:
         first_NM = (layer * pages_LPW.shape[1] + pages_NM) * 2 + part
         chunk = rows.at[first_NM[:, None, :] * heads + head_K].get(mode="promise_in_bounds")
-        return from_raw(chunk, layout.dtype).reshape(groups, heads, CHUNK_TOKENS, dim)
+        shape = (groups, heads, CHUNK_TOKENS)
+        if not layout.int8_kv:
+            return Int8Rows(from_raw(chunk, layout.dtype).reshape(*shape, dim), None)
+        found = open_pages(chunk, layout=layout)
+        return Int8Rows(found.ints.astype(layout.dtype).reshape(*shape, dim), found.scales.reshape(shape))
 
     def step(i: jax.Array, seen: Partial) -> Partial:
         table_NM = lax.dynamic_slice_in_dim(lane.tables, i * chunk_pages, chunk_pages, axis=1)
         here_NM = table_NM != ABSENT
         pages_NM = jnp.maximum(table_NM, 0)
-        k, v = take(pages_NM, 0), take(pages_NM, 1)
+        (k, k_scales), (v, v_scales) = take(pages_NM, 0), take(pages_NM, 1)
         scores = jnp.einsum("NKSH,NKCH->NKSC", q_NKSH, k, preferred_element_type=jnp.float32) * maths.scale
+        if k_scales is not None:
+            scores = scores * k_scales[:, :, None, :]
         if maths.soft_cap is not None:
             scores = maths.soft_cap * jnp.tanh(scores / maths.soft_cap)
         behind_NSC = positions_NS[:, :, None] - (offset_C + i * CHUNK_TOKENS)
@@ -126,7 +133,8 @@ def partial_attention(
         masked, nothing = (fill(lane.tables, scores.shape, jnp.float32, value) for value in (_MASKED, 0.0))
         top = jnp.maximum(seen.max, jnp.max(lax.select(visible, scores, masked), axis=-1))
         p = lax.select(visible, jnp.exp(scores - top[..., None]), nothing)
-        out = jnp.einsum("NKSC,NKCH->NKSH", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        weights = p if v_scales is None else lax.select(visible, p * v_scales[:, :, None, :], nothing)
+        out = jnp.einsum("NKSC,NKCH->NKSH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         decay = jnp.exp(seen.max - top)
         return Partial(seen.out * decay[..., None] + out, top, seen.sum * decay + p.sum(axis=-1))
 

@@ -145,7 +145,7 @@ class CaseAdapters:
         wide = engine.dtype == "float32" or (engine.dtype == "auto" and self._model.dtype == "float32")
         # bfloat16 and float16 pages are of one size.
         dtype = np.dtype(np.float32 if wide else np.float16)
-        layout = page_layout(parallel, page_tokens=engine.page_tokens, dtype=dtype)
+        layout = page_layout(parallel, engine, dtype=dtype)
         needed = max(engine.device_adapter_mb, needed_adapter_mb(self._ranks_by_name(), layout))
         return dataclasses.replace(
             engine,

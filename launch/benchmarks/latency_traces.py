@@ -7,8 +7,6 @@ import pathlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from launch.benchmarks.breakdown import Breakdown, TracedSteps, break_down
 from launch.benchmarks.case import jobs_of_runs, prompt_ids_range
 from launch.benchmarks.engine_client import EngineTarget
@@ -115,8 +113,8 @@ def _divide(
     deployment: Deployment, recorded: TracedSteps, point: LatencyPoint, *, kind: str, rates: MachineRates
 ) -> list[Breakdown]:
     """The breakdown of steps of one kind; none where the trace has no whole step."""
-    item = np.dtype(deployment.dtype).itemsize
-    model = StepModel(deployment.model, deployment.executor.weight_bytes(), item)
+    layout = deployment.memory.layout
+    model = StepModel(deployment.model, deployment.executor.weight_bytes(), layout.dtype.itemsize, layout.kv_item_bytes)
     title = f"{kind} step, {point.rows} requests, {point.adapters} adapters"
     made = break_down(recorded, model, rates, title=title, middle_half=kind == "decode")
     return [] if made is None else [made]

@@ -176,7 +176,7 @@ class PoliciesCase:
         # bfloat16 and float16 pages are of one size.
         dtype = np.dtype(np.float32 if wide else np.float16)
         parallel = TensorParallel(model, engine.tensor_parallel_size)
-        layout = page_layout(parallel, page_tokens=engine.page_tokens, dtype=dtype)
+        layout = page_layout(parallel, engine, dtype=dtype)
         ranks = [dict.fromkeys(self.targets, rank) for rank in self.ranks]
         sequences = (self.concurrency + 2) * (-(-self.longest // engine.page_tokens) + 1) + engine.pool_devices
         each = (needed_adapter_mb(ranks, layout) * 2**20 + sequences * layout.page_bytes) * engine.tensor_parallel_size

@@ -1,11 +1,13 @@
 """Measures what a dtype and a quantisation cost in quality: perplexity on a text, against float32.
 
   python -m launch.bench quality
-      the default model as float32, bfloat16 and with int8 weights, on the text that comes with the project
+      the default model as float32, bfloat16, with int8 weights and with an int8 KV cache, on the text that comes with
+      the project
 
   python -m launch.bench quality --model=/models/llama --precisions=bfloat16+int8 --text=notes.txt --output_json=q.json
 
-A precision is a dtype, with +int8 for int8 weights; each is multiplied as it is served. The text is cut into windows
+A precision is a dtype, with +int8 for int8 weights and +int8kv for keys and values that are rounded as by
+`--kv_cache_dtype int8`; each is multiplied as it is served. The text is cut into windows
 that know nothing of each other; all precisions see the same tokens. The loss is the rise in perplexity over float32,
 with the standard error of it over tokens. The text of the project is the start of Lewis Carroll's Alice's Adventures in
 Wonderland, which is in the public domain. Progress goes to standard error, the report to standard output.
@@ -45,7 +47,7 @@ class QualityCase:
 
     Attributes:
         model: base model, as for `serve`.
-        precisions: by comma, beside float32: bfloat16 or float32, each also with +int8.
+        precisions: by comma, beside float32: bfloat16 or float32, each also with +int8, +int8kv or +int8+int8kv.
         text: file to measure on; None for the text of the project.
         windows: windows of the text, as far as it goes.
         window_tokens: tokens of a window.
@@ -53,18 +55,38 @@ class QualityCase:
     """
 
     model: str = DEFAULT_MODEL
-    precisions: str = "bfloat16,float32+int8,bfloat16+int8"
+    precisions: str = "bfloat16,float32+int8,bfloat16+int8,bfloat16+int8kv"
     text: str | None = None
     windows: int = 16
     window_tokens: int = 512
     output_json: str | None = None
 
 
+class Precision(NamedTuple):
+    """What is measured beside float32.
+
+    Attributes:
+        dtype: of weights and activations.
+        quantization: of the weights.
+        int8_kv: keys and values are rounded to int8.
+    """
+
+    dtype: str
+    quantization: str = "none"
+    int8_kv: bool = False
+
+    @property
+    def name(self) -> str:
+        """As `parse_precisions` reads it."""
+        weights = "" if self.quantization == "none" else f"+{self.quantization}"
+        return f"{self.dtype}{weights}{'+int8kv' * self.int8_kv}"
+
+
 class Quality(NamedTuple):
     """One precision.
 
     Attributes:
-        precision: dtype, with +int8 for int8 weights.
+        precision: dtype, with +int8 for int8 weights and +int8kv for int8 keys and values.
         perplexity: of the text.
         loss: rise in perplexity over float32, 0.01 for 1 %.
         error: standard error of `loss`.
@@ -83,19 +105,22 @@ def define_flags() -> None:
     flags.define(QualityCase)
 
 
-def parse_precisions(text: str) -> list[tuple[str, str]]:
-    """(dtype, quantisation) of each, float32 first.
+def parse_precisions(text: str) -> list[Precision]:
+    """Each once, float32 first.
 
     Raises:
         StartError: one that is not known.
     """
-    found = [(REFERENCE, "none")]
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        dtype, plus, quantization = entry.partition("+")
-        if dtype not in ("float32", "bfloat16") or (plus and quantization not in QUANTIZATIONS[1:]):
-            raise StartError(f"--precisions {entry!r}: choose of float32, bfloat16, float32+int8 and bfloat16+int8")
-        found.append((dtype, quantization or "none"))
-    return list(dict.fromkeys(found))
+    known = {
+        precision.name: precision
+        for dtype in (REFERENCE, "bfloat16")
+        for quantization in QUANTIZATIONS
+        for precision in (Precision(dtype, quantization), Precision(dtype, quantization, int8_kv=True))
+    }
+    entries = [entry for part in text.split(",") if (entry := part.strip())]
+    if unknown := [entry for entry in entries if entry not in known]:
+        raise StartError(f"--precisions {unknown[0]!r}: choose of {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys([REFERENCE, *entries])]
 
 
 def measure_quality(case: QualityCase, *, log: StageLog) -> list[Quality]:
@@ -114,17 +139,17 @@ def measure_quality(case: QualityCase, *, log: StageLog) -> list[Quality]:
         raise StartError(problems[0])
     try:
         config = load_config(case.model)
-        problems = {quantization_problem(config, quantization) for _, quantization in precisions} - {None}
+        problems = {quantization_problem(config, precision.quantization) for precision in precisions} - {None}
         if problems:
             raise StartError(f"--precisions {case.precisions}: {problems.pop()}")
         tokens_BT = _windows(case)
         found: list[Quality] = []
         reference = np.zeros(0)
-        for dtype, quantization in precisions:
-            loaded = load_model(case.model, dtype=dtype)
-            losses, size = _token_losses(loaded, quantization, tokens_BT)
+        for precision in precisions:
+            loaded = load_model(case.model, dtype=precision.dtype)
+            losses, size = _token_losses(loaded, precision, tokens_BT)
             reference = reference if found else losses
-            found.append(_quality(dtype, quantization, losses, reference, size))
+            found.append(_quality(precision, losses, reference, size))
             log.say(found[-1].precision, f"perplexity {found[-1].perplexity:.3f}")
     except (OSError, ValueError) as error:
         raise StartError(str(error)) from error
@@ -159,11 +184,11 @@ def as_text(case: QualityCase, found: list[Quality], *, command: str) -> str:
         f"{'model':<16} {case.model}",
         f"{'text':<16} {case.text or TEXT.name}, {case.windows} windows of {case.window_tokens} tokens at most",
         "",
-        f"{'precision':<16} {'perplexity':>10} {'loss, %':>9} {'+-':>6} {'weights, MB':>12}",
+        f"{'precision':<20} {'perplexity':>10} {'loss, %':>9} {'+-':>6} {'weights, MB':>12}",
     ]
     for q in found:
         loss = f"{100 * q.loss:>9.2f} {100 * q.error:>6.2f}"
-        lines.append(f"{q.precision:<16} {q.perplexity:>10.3f} {loss} {q.weight_bytes / 1e6:>12.1f}")
+        lines.append(f"{q.precision:<20} {q.perplexity:>10.3f} {loss} {q.weight_bytes / 1e6:>12.1f}")
     return "\n".join([*lines, "", f"{'command':<16} {command}"])
 
 
@@ -180,14 +205,14 @@ def _windows(case: QualityCase) -> np.ndarray:
     return np.asarray(ids[: count * case.window_tokens], np.int32).reshape(count, case.window_tokens)
 
 
-def _token_losses(loaded: LoadedModel, quantization: str, tokens_BT: np.ndarray) -> tuple[np.ndarray, int]:
+def _token_losses(loaded: LoadedModel, precision: Precision, tokens_BT: np.ndarray) -> tuple[np.ndarray, int]:
     """Negative log likelihood of every token but the first of a window, and the bytes of the weights."""
-    params = pack_params(loaded.params, TensorParallel(loaded.config), quantization=quantization)
-    dtype = jnp.dtype(loaded.dtype)
+    params = pack_params(loaded.params, TensorParallel(loaded.config), quantization=precision.quantization)
+    dtype, int8_kv = jnp.dtype(loaded.dtype), precision.int8_kv
 
     @jax.jit
     def losses(params: Params, tokens_T: jax.Array) -> jax.Array:
-        logits = forward_full(params, loaded.config, tokens_T[None], dtype=dtype)[0, :-1]
+        logits = forward_full(params, loaded.config, tokens_T[None], dtype=dtype, int8_kv=int8_kv)[0, :-1]
         chosen = jnp.take_along_axis(logits, tokens_T[1:, None], -1)[:, 0]
         return jax.nn.logsumexp(logits, -1) - chosen
 
@@ -195,8 +220,7 @@ def _token_losses(loaded: LoadedModel, quantization: str, tokens_BT: np.ndarray)
     return found.astype(np.float64), sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
-def _quality(dtype: str, quantization: str, losses: np.ndarray, reference: np.ndarray, size: int) -> Quality:
-    precision = dtype if quantization == "none" else f"{dtype}+{quantization}"
+def _quality(precision: Precision, losses: np.ndarray, reference: np.ndarray, size: int) -> Quality:
     rise = losses - reference
     ratio = math.exp(rise.mean())
-    return Quality(precision, math.exp(losses.mean()), ratio - 1, ratio * rise.std() / math.sqrt(rise.size), size)
+    return Quality(precision.name, math.exp(losses.mean()), ratio - 1, ratio * rise.std() / math.sqrt(rise.size), size)

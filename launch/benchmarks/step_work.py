@@ -38,12 +38,14 @@ class StepModel(NamedTuple):
     Attributes:
         config: of the base model.
         weight_bytes: as they are kept, by name (`JaxExecutor.weight_bytes`).
-        item: bytes of a number of activations, KV and adapters.
+        item: bytes of a number of activations and adapters.
+        kv_item: bytes of a number of keys and values as it is kept.
     """
 
     config: ModelConfig
     weight_bytes: Mapping[str, int]
     item: int
+    kv_item: float
 
 
 class PlannedStep(NamedTuple):
@@ -135,10 +137,10 @@ def _attention(rows: Sequence[Row], model: StepModel) -> Work:
     return Work(1.0 * contexts * _kv_bytes(model), 4.0 * pairs * c.num_heads * c.head_dim * c.num_layers)
 
 
-def _kv_bytes(model: StepModel) -> int:
+def _kv_bytes(model: StepModel) -> float:
     """Keys and values of one token in all layers."""
     c = model.config
-    return 2 * c.num_kv_heads * c.head_dim * c.num_layers * model.item
+    return 2 * c.num_kv_heads * c.head_dim * c.num_layers * model.kv_item
 
 
 def _adapters(rows: Sequence[Row], step: PlannedStep, model: StepModel) -> Work:

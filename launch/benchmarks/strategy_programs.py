@@ -101,7 +101,7 @@ class Model(NamedTuple):
 
 def model_of(config: ModelConfig, dtype: np.dtype) -> Model:
     """The shapes of a base model."""
-    layout = page_layout(TensorParallel(config), page_tokens=EngineConfig.page_tokens, dtype=dtype)
+    layout = page_layout(TensorParallel(config), EngineConfig(), dtype=dtype)
     groups = tuple(group for group in LAYER_GROUPS if group[0] in layout.names)
     return Model(layout, groups, config.num_heads // config.num_kv_heads)
 

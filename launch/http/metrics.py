@@ -50,6 +50,7 @@ class MetricSources:
         pool_bytes: bytes taken in the pool, by object.
         device_cache_bytes: bytes of the device set aside for adapter and KV pages, by object.
         num_kv_pages: KV pages that sequences can take.
+        kv_cache_dtype: as the operator set it.
         fallbacks: how often an adapter was served by fetch because the preferred strategy can never fit.
         near_data_failures: how often the compute near the data was reported to have failed.
     """
@@ -59,6 +60,7 @@ class MetricSources:
     pool_bytes: Callable[[], Mapping[str, int]] | None = None
     device_cache_bytes: Callable[[], Mapping[str, int]] | None = None
     num_kv_pages: int | None = None
+    kv_cache_dtype: str = "auto"
     fallbacks: Callable[[], int] | None = None
     near_data_failures: Callable[[], int] | None = None
 
@@ -135,9 +137,9 @@ class Metrics(Collector):
         yield self._counters("vllm:request_success", "Completions that ended.", ("finished_reason",), finished)
         limits = self._engine.scheduler_config
         page_tokens, pages = str(limits.page_tokens), self._sources.num_kv_pages
-        info = {(page_tokens, "" if pages is None else str(pages)): 1}
-        labels = ("block_size", "num_gpu_blocks")
-        yield self._gauges("vllm:cache_config_info", "The KV cache: tokens of a page, pages.", labels, info)
+        info = {(page_tokens, self._sources.kv_cache_dtype, "" if pages is None else str(pages)): 1}
+        labels = ("block_size", "cache_dtype", "num_gpu_blocks")
+        yield self._gauges("vllm:cache_config_info", "The KV cache: tokens of a page, dtype, pages.", labels, info)
         # As many adapters can run as sequences can: the device memory is shared by bytes, there are no slots.
         running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
         lora = {(str(limits.max_num_seqs), running, waiting): time.time()}

@@ -99,9 +99,11 @@ class Deployment:
 
     @property
     def precision(self) -> str:
-        """The compute dtype, and that of quantised weights: "bfloat16, int8 weights"."""
-        quantization = self.config.quantization
-        return self.dtype if quantization == "none" else f"{self.dtype}, {quantization} weights"
+        """The compute dtype, and those of what is quantised: "bfloat16, int8 weights, int8 KV"."""
+        config, parts = self.config, [self.dtype]
+        parts += [f"{config.quantization} weights"] if config.quantization != "none" else []
+        parts += [f"{config.kv_cache_dtype} KV"] if config.kv_cache_dtype != "auto" else []
+        return ", ".join(parts)
 
     @property
     def kv_tokens(self) -> int:
@@ -154,7 +156,7 @@ def build_engine(
     )
     params = parallel.place(loaded.params, mesh)
     dtype = np.dtype(params["embedding"].dtype)
-    layout = page_layout(parallel, page_tokens=config.page_tokens, dtype=dtype)
+    layout = page_layout(parallel, config, dtype=dtype)
     sizes, limits = _sizes(config, layout), _limits(config, loaded.config, layout)
     memory = PageMemory(layout, mesh, pool_devices=config.pool_devices, near=report.near_data, **sizes._asdict())
     pages, ledger = PoolPages(config.pool_devices, sizes.pool_pages), Ledger()
@@ -234,16 +236,31 @@ def build_engine(
     )
 
 
-def page_layout(parallel: TensorParallel, *, page_tokens: int, dtype: np.dtype) -> PageLayout:
-    """The pages of a model's KV and adapters on one shard."""
-    shard = parallel.shard_config
+def page_layout(parallel: TensorParallel, config: EngineConfig, *, dtype: np.dtype) -> PageLayout:
+    """The pages of a model's KV and adapters on one shard.
+
+    Args:
+        parallel: how the model is cut.
+        config: of which the sizes and dtype of KV pages count.
+        dtype: of adapters, and of KV unless it is int8.
+
+    Raises:
+        ValueError: int8 keys of this head dim are no whole numbers of `dtype`.
+    """
+    shard, int8_kv = parallel.shard_config, config.kv_cache_dtype == "int8"
+    if int8_kv and shard.head_dim % dtype.itemsize:
+        raise ValueError(
+            f"--kv_cache_dtype int8 needs a head dim that is a multiple of {dtype.itemsize} beside {dtype}, and that "
+            f"of {shard.architecture} is {shard.head_dim}: use --kv_cache_dtype auto"
+        )
     return PageLayout(
         num_layers=shard.num_layers,
-        page_tokens=page_tokens,
+        page_tokens=config.page_tokens,
         kv_heads=shard.num_kv_heads,
         head_dim=shard.head_dim,
         projections=parallel.cuts,
         dtype=dtype,
+        int8_kv=int8_kv,
     )
 
 

@@ -61,9 +61,14 @@ def make_planner(
         pool_devices=config.pool_devices,
     )
     mode = "ideal" if hardware.calibration is None else "calibrated"
-    item_bytes = np.dtype(layout.dtype).itemsize
-    weight_bytes = 1 if config.quantization == "int8" else None
-    shape = shape_of_model(model, name=name, item_bytes=item_bytes, weight_bytes=weight_bytes, shards=memory.num_shards)
+    shape = shape_of_model(
+        model,
+        name=name,
+        item_bytes=np.dtype(layout.dtype).itemsize,
+        weight_bytes=1 if config.quantization == "int8" else None,
+        kv_item_bytes=layout.kv_item_bytes,
+        shards=memory.num_shards,
+    )
     worker = PlanWorker(
         cost_model(shape, hardware, mode),
         make_policy(config.planner, interval_steps=config.plan_interval_steps),

@@ -11,6 +11,7 @@ from plora_jax.engine.plan_worker import POLICIES
 from plora_jax.model import QUANTIZATIONS
 from strategies.strategy_table import ATTENTION, LORA
 
+KV_CACHE_DTYPES = ("auto", "int8")
 DEFAULT_CACHE_DIR = "~/.cache/plora_jax/xla"
 
 
@@ -26,6 +27,9 @@ class EngineConfig:
             output, rounded at the start, beside any dtype. Steps read half the bytes of bfloat16; activations count as
             16-bit integers by token. The default model loses 0.3 % in perplexity (`launch.bench quality` measures it
             for any model). Embeddings, norms, adapters and KV keep their dtype.
+        kv_cache_dtype: "auto" (as dtype says), or "int8": keys and values as 8-bit integers with a scale for each token
+            and head, rounded once, when they are written. Pages take little more than half the bytes of bfloat16, so
+            the pool and device_kv_mb hold nearly twice the tokens.
         max_model_len: longest sequence, prompt and output together, tokens; None for the model's own limit, or what
             device_kv_mb holds where that is less.
         max_num_seqs: sequences that run at once.
@@ -58,6 +62,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
@@ -107,6 +112,7 @@ class EngineConfig:
             problems.append(f"--pool_memory_gb must be above 0, got {self.pool_memory_gb}")
         for name, choices in (
             ("quantization", QUANTIZATIONS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("lora_strategy", ("auto", *LORA)),
             ("attention_strategy", ("auto", *ATTENTION)),
             ("pool_placement", ("pinned", "striped")),

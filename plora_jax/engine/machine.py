@@ -76,7 +76,13 @@ def preset_of(platform: str, device_kind: str) -> str:
 
 
 def shape_of_model(
-    config: ModelConfig, *, name: str, item_bytes: int, weight_bytes: int | None = None, shards: int = 1
+    config: ModelConfig,
+    *,
+    name: str,
+    item_bytes: int,
+    weight_bytes: int | None = None,
+    kv_item_bytes: float | None = None,
+    shards: int = 1,
 ) -> ModelShape:
     """The phases, matrices and attention of one shard of a base model.
 
@@ -85,6 +91,7 @@ def shape_of_model(
         name: under which its base steps are in a calibration.
         item_bytes: of a number of weights, adapters and KV.
         weight_bytes: of a base weight that is kept in another precision; None for `item_bytes`.
+        kv_item_bytes: of a number of KV, its part of a scale included; None for `item_bytes`.
         shards: of the mesh axis `tensor`.
     """
     whole = transformer(
@@ -100,5 +107,6 @@ def shape_of_model(
         experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         item_bytes=item_bytes,
+        kv_item_bytes=kv_item_bytes,
     )
     return dataclasses.replace(whole, weight_bytes=weight_bytes).shard(shards)

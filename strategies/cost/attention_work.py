@@ -96,11 +96,10 @@ def attention_work(shape: ModelShape, kv: KvLoad) -> AttentionWork:
         read += layers * float(seen.sum())
         pairs += layers * float(before.sum())
     rows = attention.layers * attention.heads * float(queries.sum())
-    numbers = attention.kv_numbers * item
     return AttentionWork(
-        stored_bytes=pages * kv.page_tokens * attention.layers * numbers,
+        stored_bytes=pages * kv.page_tokens * attention.layers * shape.kv_bytes,
         pages=pages,
-        read_bytes=read * numbers,
+        read_bytes=read * shape.kv_bytes,
         flops=2 * attention.heads * (attention.score_dim + attention.value_dim) * pairs,
         q_bytes=rows * attention.score_dim * item,
         out_bytes=rows * (attention.value_dim * item + STATISTICS_BYTES),

@@ -86,6 +86,7 @@ class AttentionShape:
         value_dim: numbers of the output of a head.
         kv_numbers: kept for a token in one layer: 2 K H, or the latent vector that all heads share.
         windows: (layers, tokens that a query sees there, None for all).
+        kv_item_bytes: of a number that is kept, its part of a scale included; None for that of the model.
     """
 
     heads: int
@@ -94,6 +95,7 @@ class AttentionShape:
     value_dim: int
     kv_numbers: int
     windows: tuple[tuple[int, int | None], ...]
+    kv_item_bytes: float | None = None
 
     @property
     def layers(self) -> int:
@@ -108,7 +110,7 @@ class ModelShape:
         name: for calibrated steps and reports.
         phases: in the order of a step.
         attention: of the phase named "attention".
-        item_bytes: of a number of weights, adapters, activations and KV.
+        item_bytes: of a number of weights, adapters, activations, and of KV unless `attention` says otherwise.
         weight_bytes: of a number of base weights that are kept in another precision; None for `item_bytes`.
     """
 
@@ -137,6 +139,12 @@ class ModelShape:
     def attention_phase(self) -> int:
         """Index of attention."""
         return next(f for f, phase in enumerate(self.phases) if phase.name == "attention")
+
+    @property
+    def kv_bytes(self) -> float:
+        """Kept for a token in one layer."""
+        item = self.attention.kv_item_bytes
+        return self.attention.kv_numbers * (self.item_bytes if item is None else item)
 
     @property
     def bytes_of_weight(self) -> int:
@@ -217,6 +225,7 @@ def transformer(
     dense_layers: int = 0,
     expert_adapters: bool = False,
     item_bytes: int = 2,
+    kv_item_bytes: float | None = None,
 ) -> ModelShape:
     """A decoder with grouped-query attention.
 
@@ -237,6 +246,7 @@ def transformer(
         dense_layers: the first layers, which have a dense MLP beside models of experts.
         expert_adapters: adapters may change the experts' matrices, each expert's on its own.
         item_bytes: of a number.
+        kv_item_bytes: of a number of KV, its part of a scale included; None for `item_bytes`.
     """
     wide, narrow = heads * head_dim, kv_heads * head_dim
     qkv = (Matrix("q_proj", hidden, wide), Matrix("k_proj", hidden, narrow), Matrix("v_proj", hidden, narrow))
@@ -247,6 +257,7 @@ def transformer(
         value_dim=head_dim,
         kv_numbers=2 * narrow,
         windows=count_windows(windows, layers),
+        kv_item_bytes=kv_item_bytes,
     )
     mlp = mlp_phases(
         hidden,

@@ -41,12 +41,22 @@ constexpr int kTileRows = 4;
 // Pages that are worked on together, which shares the work of a maximum and its consequences.
 constexpr int kChunkPages = 4;
 
+// What the numbers of pages stand for: themselves, or their products with the scales of their tokens.
+struct Plain {
+  static constexpr bool kScaled = false;
+};
+struct Scales {
+  static constexpr bool kScaled = true;
+  const float *keys, *values;  // by token of a chunk, in whole vectors
+};
+
 // Pages of one head that follow one another in the context.
-template <typename T>
+template <typename T, typename S = Plain>
 struct Chunk {
   int pages = 0;
   const T* keys[kChunkPages];
   int64_t value_offset;
+  S scales;
 };
 
 // The rows of one group and KV head. dim is a multiple of a step.
@@ -144,10 +154,11 @@ inline __attribute__((always_inline)) void Add(const P* p, int stride, const T* 
 }
 
 // Turns kRows rows' scores of a chunk into weights, 0 where a row does not see. decay: the factor on what each has summed.
-template <typename P, int kRows>
+// Scales are in the scores and weights afterwards, but not in the sum; those of tokens that are not seen may be NaN.
+template <typename P, int kRows, typename S>
 inline __attribute__((always_inline)) void Weigh(float* all_scores, P* all_weights, int stride, int tokens,
-                                                 const Visible* seen, const ScoreMaths& maths, float* top, Vec* sum,
-                                                 float* decay) {
+                                                 const Visible* seen, const ScoreMaths& maths, const S& scales, float* top,
+                                                 Vec* sum, float* decay) {
   const Int lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Vec fall = {};
   float largest[kRows];
@@ -156,6 +167,7 @@ inline __attribute__((always_inline)) void Weigh(float* all_scores, P* all_weigh
     Vec best = Splat(top[r]);
     for (int s = 0; s < tokens; s += kLanes) {
       Vec score = Load(scores + s) * maths.scale;
+      if constexpr (S::kScaled) score *= Load(scales.keys + s);
       if (maths.cap > 0) score = maths.cap * Tanh(score * (1.0f / maths.cap));
       Int at = lane + s;
       score = ((at >= seen[r].begin) & (at < seen[r].end)) ? score : Splat(kMasked);
@@ -179,6 +191,10 @@ inline __attribute__((always_inline)) void Weigh(float* all_scores, P* all_weigh
     for (int s = 0; s < tokens; s += kLanes) {
       Vec weight = Exp(Load(scores + s) - largest[r]);
       total += weight;
+      if constexpr (S::kScaled) {
+        Int at = lane + s;
+        weight = ((at >= seen[r].begin) & (at < seen[r].end)) ? weight * Load(scales.values + s) : Vec{};
+      }
       Store(weights + s, weight);
     }
     sum[r] = total;
@@ -187,8 +203,8 @@ inline __attribute__((always_inline)) void Weigh(float* all_scores, P* all_weigh
 }
 
 // kRows rows from `row` on over one chunk whose first token is `first`; what is in `next` is read meanwhile.
-template <typename T, typename Q, int kRows>
-void AttendTile(const Rows<Q>& rows, int row, const Chunk<T>& chunk, int64_t first, int page_tokens,
+template <typename T, typename Q, int kRows, typename S>
+void AttendTile(const Rows<Q>& rows, int row, const Chunk<T, S>& chunk, int64_t first, int page_tokens,
                 const ScoreMaths& maths, Ahead<T>& next, Room<Q>& room) {
   const int dim = rows.dim, stride = room.stride, tokens = chunk.pages * page_tokens;
   Visible each[kRows], any = {tokens, 0};
@@ -221,7 +237,8 @@ void AttendTile(const Rows<Q>& rows, int row, const Chunk<T>& chunk, int64_t fir
     }
   });
   float decay[kRows];
-  Weigh<Q, kRows>(room.scores.data(), room.weights.data(), stride, tokens, each, maths, rows.top + row, rows.sum + row, decay);
+  Weigh<Q, kRows>(room.scores.data(), room.weights.data(), stride, tokens, each, maths, chunk.scales, rows.top + row,
+                  rows.sum + row, decay);
   auto add = [&](auto vecs, int j) __attribute__((always_inline)) {
     constexpr int kVecs = decltype(vecs)::value;
     float* out = rows.out + static_cast<int64_t>(row) * dim + j;
@@ -243,15 +260,15 @@ void AttendTile(const Rows<Q>& rows, int row, const Chunk<T>& chunk, int64_t fir
   for (; j < dim; j += kVecs * kLanes) add(std::integral_constant<int, kVecs>(), j);
 }
 
-template <typename T, typename Q>
-void AttendChunk(const Rows<Q>& rows, const Chunk<T>& chunk, int64_t first, int page_tokens, const ScoreMaths& maths,
+template <typename T, typename Q, typename S>
+void AttendChunk(const Rows<Q>& rows, const Chunk<T, S>& chunk, int64_t first, int page_tokens, const ScoreMaths& maths,
                  Ahead<T>& next, Room<Q>& room) {
   for (int row = 0; row < rows.count; row += kTileRows) {
-    auto tile = AttendTile<T, Q, 4>;
+    auto tile = AttendTile<T, Q, 4, S>;
     switch (rows.count - row) {
-      case 1: tile = AttendTile<T, Q, 1>; break;
-      case 2: tile = AttendTile<T, Q, 2>; break;
-      case 3: tile = AttendTile<T, Q, 3>; break;
+      case 1: tile = AttendTile<T, Q, 1, S>; break;
+      case 2: tile = AttendTile<T, Q, 2, S>; break;
+      case 3: tile = AttendTile<T, Q, 3, S>; break;
     }
     tile(rows, row, chunk, first, page_tokens, maths, next, room);
   }
@@ -260,6 +277,7 @@ void AttendChunk(const Rows<Q>& rows, const Chunk<T>& chunk, int64_t first, int 
 // The pages [2, heads, tokens, dim] of one layer, and the table of one group.
 template <typename T>
 struct KvPages {
+  using Number = T;
   const T* pages;
   int64_t page_width, head_width, value_offset;
   int page_tokens, dim;
@@ -312,9 +330,10 @@ struct FirstChunk {
 
 // Attention of a group over entries [from, to) of its table, for the KV heads from `head` on that `rows` has, each chunk
 // of all of them before the next chunk, which is read meanwhile; `after` is read beside the last.
-template <typename T, typename HeadRows, typename Space>
-void Attend(std::vector<HeadRows>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
-            const ScoreMaths& maths, const FirstChunk<T>& after, Space& room) {
+template <typename Pages, typename HeadRows, typename Space>
+void Attend(std::vector<HeadRows>& rows, const Pages& kv, int head, int64_t from, int64_t to, const ScoreMaths& maths,
+            const FirstChunk<typename Pages::Number>& after, Space& room) {
+  using T = typename Pages::Number;
   const int heads = rows.size();
   to = std::min(to, kv.table_pages);
   for (int64_t entry = kv.Next(from); entry < to;) {
@@ -330,8 +349,8 @@ void Attend(std::vector<HeadRows>& rows, const KvPages<T>& kv, int head, int64_t
 }
 
 // The same for heads whose size is not that of whole steps: pages are widened and padded with zeros first, as q is.
-template <typename T>
-void AttendPadded(const std::vector<Rows<uint32_t>>& rows, const KvPages<T>& kv, int head, int64_t from, int64_t to,
+template <typename Pages>
+void AttendPadded(const std::vector<Rows<uint32_t>>& rows, const Pages& kv, int head, int64_t from, int64_t to,
                   const ScoreMaths& maths) {
   Room<uint32_t> room(kv.page_tokens);
   Ahead<uint32_t> none;
@@ -342,11 +361,12 @@ void AttendPadded(const std::vector<Rows<uint32_t>>& rows, const KvPages<T>& kv,
   for (int64_t entry = kv.Next(from); entry < to;) {
     int64_t end = kv.ChunkEnd(entry, to);
     for (size_t i = 0; i < rows.size(); ++i) {
-      Chunk<T> chunk = kv.ChunkOf(entry, end, head + i);
-      Chunk<uint32_t> here;
+      const auto chunk = kv.ChunkOf(entry, end, head + i);
+      Chunk<uint32_t, std::decay_t<decltype(chunk.scales)>> here;
       here.value_offset = part;
+      here.scales = chunk.scales;
       for (; here.pages < chunk.pages; ++here.pages) {
-        const T* from_keys = chunk.keys[here.pages];
+        const auto* from_keys = chunk.keys[here.pages];
         uint32_t* keys = padded.data() + 2 * part * here.pages;
         here.keys[here.pages] = keys;
         for (int s = 0; s < kv.page_tokens; ++s) {

@@ -32,6 +32,7 @@ _TARGETS = (
     "plora_tile_add",
     "plora_rows",
     "plora_partial_attention",
+    "plora_int8_partial_attention",
     "plora_products",
     "plora_int8_products",
     "plora_gated",
@@ -39,6 +40,7 @@ _TARGETS = (
     "plora_add_rms_norm",
     "plora_rotate",
     "plora_write_kv",
+    "plora_int8_write_kv",
     "plora_first_best",
 )
 _BUILD_LIMIT_S = 300

@@ -198,7 +198,8 @@ def partial_attention(
     """As strategies.paged_attention.partial_attention.
 
     Weights are rounded to bfloat16 where queries and pages are bfloat16 and heads whole vectors; else not at all. On a
-    processor with a matrix unit for bfloat16 it multiplies groups of more than four rows a head.
+    processor with a matrix unit for bfloat16 it multiplies groups of more than four rows a head. The integers of int8
+    pages are multiplied as numbers of the pages' width, which hold them exactly.
 
     Cost:
         Reads each page that a group sees once.
@@ -208,8 +209,9 @@ def partial_attention(
     window = maths.window
     if not isinstance(window, jax.Array):
         window = fill(lane.tables, (1,), jnp.int32, window)
+    target = "plora_int8_partial_attention" if layout.int8_kv else "plora_partial_attention"
     return Partial(
-        *jax.ffi.ffi_call("plora_partial_attention", results)(
+        *jax.ffi.ffi_call(target, results)(
             _checked(q_NKSH),
             pages_LPW,
             layer,

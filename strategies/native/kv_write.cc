@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "int8_pages.h"
 #include "rows.h"
 #include "threads.h"
 #include "xla/ffi/api/ffi.h"
@@ -16,32 +17,46 @@ namespace {
 
 using I32 = ffi::Buffer<ffi::S32>;
 
-// Copies a row of a head, or rounds it to bfloat16; `bytes` is what the page has for it.
-void CopyRow(const char* from, char* to, int64_t bytes) { std::memcpy(to, from, bytes); }
-void RoundRow(const char* from, char* to, int64_t bytes) {
+// Where a row goes: the keys or values of its head in a page, and which of the page's tokens it is.
+struct Place {
+  char* part;
+  int64_t token, page_tokens;
+};
+
+// Copies a row of a head, rounds it to bfloat16, or to int8 beside a scale; `bytes` is what the page has for it.
+void CopyRow(const char* from, const Place& to, int64_t bytes) { std::memcpy(to.part + to.token * bytes, from, bytes); }
+void RoundRow(const char* from, const Place& to, int64_t bytes) {
   auto numbers = reinterpret_cast<const float*>(from);
-  auto rounded = reinterpret_cast<uint16_t*>(to);
+  auto rounded = reinterpret_cast<uint16_t*>(to.part + to.token * bytes);
   ForParts(bytes / 2, [&](int64_t i, auto count) { StorePart(rounded + i, LoadPart(numbers + i, count), count); });
 }
 
+template <typename X>
+void QuantizeRow(const char* from, const Place& to, int64_t bytes) {
+  float scale = Quantize(reinterpret_cast<const X*>(from), bytes, reinterpret_cast<int8_t*>(to.part + to.token * bytes));
+  std::memcpy(to.part + to.page_tokens * bytes + to.token * sizeof(float), &scale, sizeof(float));
+}
+
 // The tokens' keys or values, in rows.
-struct Rows {
-  Rows(const ffi::AnyBuffer& x, int64_t bytes)
+struct KvRows {
+  KvRows(const ffi::AnyBuffer& x, int64_t bytes, bool int8)
       : from(static_cast<const char*>(x.untyped_data())), dim(x.dimensions()[2]), wide(ffi::ByteWidth(x.element_type())) {
-    write = dim * wide == bytes ? CopyRow : RoundRow;
+    write = int8 ? (wide == 2 ? QuantizeRow<uint16_t> : QuantizeRow<float>) : dim * wide == bytes ? CopyRow : RoundRow;
   }
   const char* from;
   int64_t dim, wide;
-  void (*write)(const char*, char*, int64_t);
+  void (*write)(const char*, const Place&, int64_t);
 };
 
-// Rows of H numbers of a head: tokens [T, K, H], pages [L, P, 2, K, G, H].
+// Rows of H numbers of a head: tokens [T, K, H], pages [L, P, 2, K, G, H], or as int8_pages.h reads them.
+template <bool kInt8>
 ffi::Error WriteKvImpl(ffi::ThreadPool pool, ffi::AnyBuffer pages, I32 layer, ffi::AnyBuffer k, ffi::AnyBuffer v,
                        I32 page_of, I32 offset_of, ffi::Result<ffi::AnyBuffer> out, int32_t page_tokens) {
   if (out->untyped_data() != pages.untyped_data()) return ffi::Error::Internal("plora_write_kv: the pages were copied");
   int64_t tokens = k.dimensions()[0], heads = k.dimensions()[1], num_pages = pages.dimensions()[1];
-  int64_t bytes = k.dimensions()[2] * ffi::ByteWidth(pages.element_type());
-  const Rows parts[] = {Rows(k, bytes), Rows(v, bytes)};
+  int64_t wide = ffi::ByteWidth(pages.element_type()), bytes = k.dimensions()[2] * (kInt8 ? 1 : wide);
+  int64_t part_bytes = pages.dimensions()[2] * wide / (2 * heads);
+  const KvRows parts[] = {KvRows(k, bytes, kInt8), KvRows(v, bytes, kInt8)};
   for (int64_t t = 0; t < tokens; ++t) {
     int32_t page = page_of.typed_data()[t], offset = offset_of.typed_data()[t];
     if (page < 0 || page >= num_pages || offset < 0 || offset >= page_tokens) {
@@ -59,13 +74,26 @@ ffi::Error WriteKvImpl(ffi::ThreadPool pool, ffi::AnyBuffer pages, I32 layer, ff
       int64_t page = first_page + page_of.typed_data()[t], offset = offset_of.typed_data()[t];
       for (int task = begin; task < end; ++task) {
         int64_t part = task / heads, head = task % heads;
-        const Rows& rows = parts[part];
+        const KvRows& rows = parts[part];
         rows.write(rows.from + (t * heads + head) * rows.dim * rows.wide,
-                   to + (((page * 2 + part) * heads + head) * page_tokens + offset) * bytes, bytes);
+                   {to + ((page * 2 + part) * heads + head) * part_bytes, offset, page_tokens}, bytes);
       }
     }
   });
   return ffi::Error::Success();
+}
+
+auto WriteKvOperands() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<I32>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<I32>()
+      .Arg<I32>()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<int32_t>("page_tokens");
 }
 
 }  // namespace
@@ -73,14 +101,6 @@ ffi::Error WriteKvImpl(ffi::ThreadPool pool, ffi::AnyBuffer pages, I32 layer, ff
 
 using namespace plora;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_write_kv, WriteKvImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<I32>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<I32>()
-                                  .Arg<I32>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int32_t>("page_tokens"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_write_kv, WriteKvImpl<false>, WriteKvOperands());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_int8_write_kv, WriteKvImpl<true>, WriteKvOperands());

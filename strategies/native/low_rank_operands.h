@@ -1,4 +1,4 @@
-// Operands and results of the functions of XLA that apply adapters.
+// Operands and results of the functions of XLA that apply adapters, and what those that attend share with them.
 
 #pragma once
 
@@ -20,6 +20,15 @@ using Any = ffi::AnyBuffer;
 template <typename T>
 const T* Numbers(const Any& buffer) {
   return static_cast<const T*>(buffer.untyped_data());
+}
+
+// Calls f with a null pointer of the type of each buffer's raw numbers.
+template <typename F>
+void ForTypes(const Any& pages, const Any& x, F f) {
+  bool half = pages.element_type() == ffi::U16, half_x = x.element_type() == ffi::BF16;
+  const uint16_t* h = nullptr;
+  const uint32_t* w = nullptr;
+  half ? (half_x ? f(h, h) : f(h, w)) : (half_x ? f(w, h) : f(w, w));
 }
 
 template <typename T>

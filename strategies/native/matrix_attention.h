@@ -151,7 +151,8 @@ inline void TransposeFour(const float* from, int stride, float* to, int to_strid
 }
 
 // Zips the values [begin, end) of a chunk, with zeros for the others.
-inline void ZipValues(const Chunk<uint16_t>& chunk, int page_tokens, int dim, Visible any, Ahead<uint16_t>& next,
+template <typename S>
+inline void ZipValues(const Chunk<uint16_t, S>& chunk, int page_tokens, int dim, Visible any, Ahead<uint16_t>& next,
                       TileRoom& room) {
   const int first = any.begin / kTileInputs * kTileInputs;
   const int last = (any.end + kTileInputs - 1) / kTileInputs * kTileInputs;
@@ -171,10 +172,11 @@ inline void ZipValues(const Chunk<uint16_t>& chunk, int page_tokens, int dim, Vi
 }
 
 // Scores of a tile's rows with the keys [first, last) x 16 of a chunk.
-inline void ScoreTile(TileRows& rows, int tile, const Chunk<uint16_t>& chunk, int page_tokens, int first, int last,
+template <typename S>
+inline void ScoreTile(TileRows& rows, int tile, const Chunk<uint16_t, S>& chunk, int page_tokens, int first, int last,
                       Ahead<uint16_t>& next, TileRoom& room) {
   const int dim = rows.dim, per_tile = rows.per_tile, of_page = page_tokens / kTileSide;
-  auto keys = [&](const Chunk<uint16_t>& of, int at) {
+  auto keys = [&](const Chunk<uint16_t, S>& of, int at) {
     return of.keys[at / of_page] + at % of_page * (kTileSide * dim);
   };
   for (int at = first; at < last; at += 2) {
@@ -233,19 +235,20 @@ inline void AddTile(TileRows& rows, int tile, int first, int last, const float* 
 }
 
 // Weights of the rows [row, row + kRows) of a tile, 0 up to where a tile of tokens ends.
-template <int kRows>
+template <int kRows, typename S>
 inline void WeighRows(TileRows& rows, int tile, int row, int tokens, const Visible* seen, const ScoreMaths& maths,
-                      float* decay, TileRoom& room) {
+                      const S& scales, float* decay, TileRoom& room) {
   const int at = tile * rows.per_tile + row;
   Weigh<uint16_t, kRows>(room.scores.data() + row * room.stride, room.weights.data() + row * room.stride, room.stride,
-                         tokens, seen + row, maths, rows.top.data() + at, rows.sum.data() + at, decay + row);
+                         tokens, seen + row, maths, scales, rows.top.data() + at, rows.sum.data() + at, decay + row);
   for (int s = tokens; s % kTileInputs; s += kLanes) {
     for (int r = row; r < row + kRows; ++r) Store(room.weights.data() + r * room.stride + s, Vec{});
   }
 }
 
 // All rows of a head over one chunk, whose first token is `first`; what is in `next` is read meanwhile.
-inline void AttendChunk(TileRows& rows, const Chunk<uint16_t>& chunk, int64_t first, int page_tokens,
+template <typename S>
+inline void AttendChunk(TileRows& rows, const Chunk<uint16_t, S>& chunk, int64_t first, int page_tokens,
                         const ScoreMaths& maths, Ahead<uint16_t>& next, TileRoom& room) {
   const int tokens = chunk.pages * page_tokens;
   Visible all = {tokens, 0};
@@ -269,13 +272,13 @@ inline void AttendChunk(TileRows& rows, const Chunk<uint16_t>& chunk, int64_t fi
     float decay[kTileSide];
     std::fill_n(decay, kTileSide, 1.0f);
     for (int r = 0; r < here; r += 4) {
-      auto weigh = WeighRows<4>;
+      auto weigh = WeighRows<4, S>;
       switch (here - r) {
-        case 1: weigh = WeighRows<1>; break;
-        case 2: weigh = WeighRows<2>; break;
-        case 3: weigh = WeighRows<3>; break;
+        case 1: weigh = WeighRows<1, S>; break;
+        case 2: weigh = WeighRows<2, S>; break;
+        case 3: weigh = WeighRows<3, S>; break;
       }
-      weigh(rows, tile, r, tokens, seen, maths, decay, room);
+      weigh(rows, tile, r, tokens, seen, maths, chunk.scales, decay, room);
     }
     AddTile(rows, tile, any.begin / kTileInputs, (any.end + kTileInputs - 1) / kTileInputs, decay, next, room);
   }

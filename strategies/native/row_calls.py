@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memory_pool.layout import PageLayout
+
 
 def gated(gate: jax.Array, up: jax.Array, *, silu: bool) -> jax.Array:
     """As strategies.rowwise.xla_gated to bfloat16, from bfloat16 or float32."""
@@ -43,9 +45,11 @@ def write_kv(
     *,
     pages_T: jax.Array,
     offsets_T: jax.Array,
-    page_tokens: int,
+    layout: PageLayout,
 ) -> jax.Array:
     """As strategies.kv_write.xla_write_kv, for keys and values as wide as the pages' numbers, or float32 for bfloat16.
+
+    int8 is the same to the bit, of bfloat16 and float32.
 
     Raises:
         At run time, where a token's page or offset is none.
@@ -53,8 +57,9 @@ def write_kv(
     Cost:
         Reads and writes what the tokens have; the pages themselves are never copied.
     """
-    call = jax.ffi.ffi_call("plora_write_kv", jax.typeof(pages_LPW), input_output_aliases={0: 0})
-    return call(pages_LPW, layer, k_TKH, v_TKH, pages_T, offsets_T, page_tokens=np.int32(page_tokens))
+    target = "plora_int8_write_kv" if layout.int8_kv else "plora_write_kv"
+    call = jax.ffi.ffi_call(target, jax.typeof(pages_LPW), input_output_aliases={0: 0})
+    return call(pages_LPW, layer, k_TKH, v_TKH, pages_T, offsets_T, page_tokens=np.int32(layout.page_tokens))
 
 
 def first_best(x_BV: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from launch.console import StageLog
 from launch.flags import StartError
 from tests.launch.small_engine import LLAMA, PACK
 
-CASE = QualityCase(model=str(LLAMA), precisions="bfloat16, float32+int8", windows=3, window_tokens=32)
+CASE = QualityCase(model=str(LLAMA), precisions="bfloat16, float32+int8, float32+int8kv", windows=3, window_tokens=32)
 
 
 def quiet() -> StageLog:
@@ -20,14 +20,16 @@ def quiet() -> StageLog:
 
 def test_quality_compares_precisions_with_float32_on_the_same_tokens():
     found = measure_quality(CASE, log=quiet())
-    exact, rounded, small = found
-    assert [q.precision for q in found] == ["float32", "bfloat16", "float32+int8"]
+    exact, rounded, small, small_kv = found
+    assert [q.precision for q in found] == ["float32", "bfloat16", "float32+int8", "float32+int8kv"]
     assert (exact.loss, exact.error) == (0, 0)
     for quality in (rounded, small):
         assert quality.perplexity == pytest.approx(exact.perplexity * (1 + quality.loss))
         assert 0 < abs(quality.loss) < 0.05
         assert 0 < quality.error < 0.05
         assert quality.weight_bytes < 0.7 * exact.weight_bytes
+    assert 0 < abs(small_kv.loss) < 0.01
+    assert small_kv.weight_bytes == exact.weight_bytes
     got = json.loads(json.dumps(as_json(CASE, found, command="python -m launch.bench quality")))
     assert got["precisions"][2]["perplexity"] == small.perplexity
     lines = as_text(CASE, found, command="python -m launch.bench quality").splitlines()
@@ -37,15 +39,26 @@ def test_quality_compares_precisions_with_float32_on_the_same_tokens():
 
 
 def test_parse_precisions_puts_float32_first_and_takes_each_once():
-    found = parse_precisions("bfloat16,float32,bfloat16+int8,bfloat16")
-    assert found == [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")]
+    found = parse_precisions("bfloat16,float32,bfloat16+int8,bfloat16,float32+int8+int8kv")
+    assert found == [
+        ("float32", "none", False),
+        ("bfloat16", "none", False),
+        ("bfloat16", "int8", False),
+        ("float32", "int8", True),
+    ]
+    assert [precision.name for precision in found[2:]] == ["bfloat16+int8", "float32+int8+int8kv"]
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"precisions": "int4"}, "--precisions 'int4': choose of float32, bfloat16, float32+int8 and bfloat16+int8"),
+        (
+            {"precisions": "int4"},
+            "--precisions 'int4': choose of float32, float32+int8kv, float32+int8, float32+int8+int8kv, bfloat16, "
+            "bfloat16+int8kv, bfloat16+int8, bfloat16+int8+int8kv",
+        ),
         ({"precisions": "bfloat16+int4"}, "--precisions 'bfloat16+int4': choose of float32"),
+        ({"precisions": "bfloat16+int8kv+int8"}, "--precisions 'bfloat16+int8kv+int8': choose of float32"),
         ({"windows": 0}, "--windows 0 and --window_tokens 32 leave nothing to predict: at least 1 and 2 are needed"),
         ({"window_tokens": 10**6}, "tokens, fewer than --window_tokens 1000000: lower it"),
         ({"text": "/nowhere"}, "--text '/nowhere' cannot be read: "),

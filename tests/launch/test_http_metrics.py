@@ -38,7 +38,8 @@ def test_metrics_count_requests_tokens_and_latencies():
     assert values["vllm:inter_token_latency_seconds_count"] == 3 + 19
     assert values["vllm:request_prompt_tokens_sum"] == 6
     assert values["vllm:request_generation_tokens_sum"] == 24
-    assert got["vllm:cache_config_info"][0][0]["block_size"] == "4"
+    info = got["vllm:cache_config_info"][0][0]
+    assert (info["block_size"], info["cache_dtype"]) == ("4", "auto")
     assert values["plora:compilations_total"] == 7
     assert values["plora:near_data_failures_total"] == 2
     assert values["plora:planner_seconds_count"] == 0

@@ -32,6 +32,17 @@ def test_layout_of_the_default_model_wastes_nothing():
     assert (layout.a_pages([16] * 7), layout.b_pages([16] * 7)) == (13, 14)
 
 
+def test_layout_of_int8_keys_and_values_holds_them_and_a_scale_of_each_token_and_head():
+    layout = make_layout({name: whole(size) for name, size in DEFAULT.items()}, int8_kv=True)
+    assert layout.page_bytes == 30 * 2 * 3 * 16 * (64 + 4), "a byte a number, four bytes a token and head"
+    assert (layout.page_width, layout.head_width, layout.kv_item_bytes) == (3264, 16 * 34, 68 / 64)
+    assert (layout.unit, layout.units_per_page) == (192, 17), "adapters are of the model's dtype, in smaller pages"
+    wide = make_layout({"q": whole((192, 192))}, dtype=np.dtype(np.float32), int8_kv=True)
+    assert wide.page_bytes == layout.page_bytes
+    plain = make_layout({"q": whole((192, 192))})
+    assert (plain.kv_item_bytes, plain.page_bytes / layout.page_bytes) == (2, 128 / 68)
+
+
 def test_layout_rank_zero_takes_no_page_and_one_unit_takes_one():
     layout = make_layout({"q": whole((192, 192)), "o": whole((192, 192))})
     assert layout.a_pages([0, 0]) == 0

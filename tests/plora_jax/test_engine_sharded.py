@@ -125,7 +125,7 @@ def plan_of(shards: int, **changes) -> TensorParallel:
 
 def lane_of(plan: TensorParallel, strategy: str, projections) -> AdapterUse:
     """An adapter of rank RANK on some projections of every layer, with one token."""
-    layout = page_layout(plan, page_tokens=PAGE_TOKENS, dtype=np.dtype(np.float32))
+    layout = page_layout(plan, EngineConfig(page_tokens=PAGE_TOKENS), dtype=np.dtype(np.float32))
     modules = {}
     for name in projections:
         outer = {EMBEDDING: (D, V), HEAD: (V, D)}
@@ -148,7 +148,7 @@ def bytes_of_one_device(plan: TensorParallel, *, lora=None, kv=None) -> dict:
         lora: phase, strategy and projections of the one adapter.
         kv: of the decode rows.
     """
-    layout = page_layout(plan, page_tokens=PAGE_TOKENS, dtype=np.dtype(np.float32))
+    layout = page_layout(plan, EngineConfig(page_tokens=PAGE_TOKENS), dtype=np.dtype(np.float32))
     shape = BatchShape(256, ROWS, layout, RANK, 1, 1, 100)
     traffic = StepTraffic(Bucket(ROWS, PREFILL), shape, config=plan.shard_config, num_shards=plan.num_shards)
     lanes: dict = {phase: {} for phase in LORA_PHASES}

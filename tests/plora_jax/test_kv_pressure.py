@@ -15,8 +15,8 @@ from strategies.strategy_table import ATTENTION
 from tests.plora_jax.conformance import engine_over
 from tests.plora_jax.scarce import deploy_pages, make_adapter
 
-MODELS = ("llama", "gemma2")
-"""Plain, and with sliding windows and soft caps."""
+MODELS = (("llama", "auto"), ("gemma2", "auto"), ("llama", "int8"))
+"""Plain, with sliding windows and soft caps, and plain with int8 keys and values."""
 
 pytestmark = pytest.mark.slow
 PAGE_TOKENS = 4
@@ -124,10 +124,19 @@ class Rig:
         assert self.moved("activation", "distributed", "to_device", phase).useful == rows * (model.head_dim + 2) * 4
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
 def built(request):
+    model, kv_cache_dtype = request.param
+    # Pages of int8 are smaller, and adapters take more of them.
+    more = 3 if kv_cache_dtype == "int8" else 1
     return deploy_pages(
-        request.param, pool=4 * ROOMY, adapters=60, kv=ROOMY, page_tokens=PAGE_TOKENS, max_model_len=LONGEST
+        model,
+        pool=more * 4 * ROOMY,
+        adapters=more * 60,
+        kv=ROOMY,
+        page_tokens=PAGE_TOKENS,
+        max_model_len=LONGEST,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

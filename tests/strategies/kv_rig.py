@@ -21,7 +21,7 @@ from strategies.lanes import ABSENT, SCRATCH_PAGES, AttentionLane, KvControl, Kv
 from strategies.paged_attention import NO_WINDOW, HeadMaths
 from strategies.setting import AttentionSetting
 from tests.strategies.lora_rig import SHARDED, WHOLE, mesh_of
-from tests.strategies.pages_for_tests import make_layout
+from tests.strategies.pages_for_tests import int8_pages, make_layout
 
 LAYERS, PAGE, KV_HEADS, DIM, HEADS, TABLE, GROUPS = 2, 16, 2, 8, 4, 24, 4
 POOL_PAGES = 1 + GROUPS * TABLE
@@ -80,9 +80,15 @@ class KvCase:
         )
 
 
-def layout_of(dtype: str) -> PageLayout:
+def layout_of(dtype: str, *, int8_kv: bool = False) -> PageLayout:
     return make_layout(
-        widths={"q": (16, 16)}, num_layers=LAYERS, page_tokens=PAGE, kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype
+        widths={"q": (16, 16)},
+        num_layers=LAYERS,
+        page_tokens=PAGE,
+        kv_heads=KV_HEADS,
+        head_dim=DIM,
+        dtype=dtype,
+        int8_kv=int8_kv,
     )
 
 
@@ -96,6 +102,7 @@ def make_case(
     pool_devices: int = 1,
     dtype: str = "float32",
     shards: int = 1,
+    int8_kv: bool = False,
 ) -> KvCase:
     """Random keys and values; the last page of a sequence is on the device, others with probability `on_device`.
 
@@ -108,11 +115,15 @@ def make_case(
         pool_devices: D.
         dtype: of the numbers.
         shards: of the mesh; each has other numbers in the same pages.
+        int8_kv: keys and values are int8, and `keys` and `values` are what they stand for.
     """
-    rng, layout = np.random.default_rng(seed), layout_of(dtype)
+    rng, layout = np.random.default_rng(seed), layout_of(dtype, int8_kv=int8_kv)
     contents = rng.normal(size=(shards, GROUPS, LAYERS, TABLE, 2, KV_HEADS, PAGE, DIM)).astype(layout.dtype)
+    pages, nobodys = contents.reshape(*contents.shape[:4], -1).view(raw_dtype(layout.dtype)), _nobodys(layout)
+    if int8_kv:
+        pages, contents = int8_pages(contents, layout)
     positions = np.full((GROUPS, queries), -1, np.int32)
-    placed = _Placed(rng, contents, pool_devices)
+    placed = _Placed(rng, pages, nobodys, pool_devices)
     for n, length in enumerate(lengths):
         first = max(0, length - queries)
         positions[n, : length - first] = np.arange(first, length)
@@ -124,7 +135,7 @@ def make_case(
     device = AttentionLane(placed.tables, positions, first, end)
     by_head = np.moveaxis(contents.astype(np.float64), 4, 0).swapaxes(4, 5)
     keys, values = by_head.reshape(2, shards, GROUPS, LAYERS, KV_HEADS, TABLE * PAGE, DIM)
-    pool, kv = (m.reshape(shards * LAYERS, -1, layout.page_width).view(raw_dtype(m.dtype)) for m in placed.memory)
+    pool, kv = (m.reshape(shards * LAYERS, -1, layout.page_width) for m in placed.memory)
     return KvCase(
         layout=layout,
         q=rng.normal(size=(GROUPS, queries, HEADS * shards, DIM)).astype(layout.dtype),
@@ -137,17 +148,23 @@ def make_case(
     )
 
 
+def _nobodys(layout: PageLayout) -> np.ndarray:
+    """[W] raw numbers of a page that belongs to nobody."""
+    numbers = np.full((2, KV_HEADS, PAGE, DIM), NOBODYS, layout.dtype)
+    return int8_pages(numbers, layout)[0] if layout.int8_kv else numbers.reshape(-1).view(raw_dtype(layout.dtype))
+
+
 class _Placed:
     """Pages of sequences, at random places in the pool and on the device."""
 
-    def __init__(self, rng: np.random.Generator, contents: np.ndarray, pool_devices: int) -> None:
-        self._rng, self._contents = rng, contents.reshape(*contents.shape[:4], -1)
+    def __init__(self, rng: np.random.Generator, contents: np.ndarray, nobodys: np.ndarray, pool_devices: int) -> None:
+        self._rng, self._contents = rng, contents
         self.tables, self.slots = (np.full((GROUPS, TABLE), ABSENT, np.int32) for _ in range(2))
         self.near = np.full((pool_devices, GROUPS, TABLE), ABSENT, np.int32)
         self.stream: list[int] = []
         shards, _, layers, _, width = self._contents.shape
         self.memory = [
-            np.full((shards, layers, pages, width), NOBODYS, contents.dtype)
+            np.broadcast_to(nobodys, (shards, layers, pages, width)).copy()
             for pages in (pool_devices * POOL_PAGES, POOL_PAGES)
         ]
         self._free, self._free_in_pool = (
@@ -225,10 +242,10 @@ def serve(case: KvCase, maths: Maths) -> np.ndarray:
     memory = Memory(in_pool, *jax.device_put(case.memory[1:], link.device_sharding(mesh, SHARDED)))
     lanes, control = jax.device_put(case.lanes, device), jax.device_put(case.control, pool)
     phase = "decode" if case.q.shape[1] == 1 else "prefill"
-    run = _compiled(case.layout.dtype.name, len(case.keys), phase, maths.soft_cap)
+    run = _compiled(case.layout.dtype.name, case.layout.int8_kv, len(case.keys), phase, maths.soft_cap)
     return np.asarray(run(memory, case.q, lanes, control, np.int32(maths.window or NO_WINDOW)), np.float64)
 
 
 @functools.cache
-def _compiled(dtype: str, shards: int, phase: str, soft_cap: float | None) -> Callable[..., jax.Array]:
-    return jax.jit(program(layout_of(dtype), mesh_of(shards), phase=phase, soft_cap=soft_cap))
+def _compiled(dtype: str, int8_kv: bool, shards: int, phase: str, soft_cap: float | None) -> Callable[..., jax.Array]:
+    return jax.jit(program(layout_of(dtype, int8_kv=int8_kv), mesh_of(shards), phase=phase, soft_cap=soft_cap))

@@ -34,6 +34,7 @@ def make_layout(
     kv_heads: int = 2,
     head_dim: int = 8,
     dtype: str = "float32",
+    int8_kv: bool = False,
 ) -> PageLayout:
     """A layout on one shard; `widths` are (O, I) by projection, those in `spread` lie outside the layers."""
     cuts = {name: whole(size, spread=name in spread) for name, size in widths.items()}
@@ -44,7 +45,26 @@ def make_layout(
         head_dim=head_dim,
         projections=cuts,
         dtype=np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype),
+        int8_kv=int8_kv,
     )
+
+
+def int8_parts(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [..., H] as int8 and their scales [...] float32, in plain numpy; as strategies.int8_kv, but for NaN."""
+    wide = numbers.astype(np.float32)
+    largest = np.abs(wide).max(axis=-1)
+    factor = np.where(largest == 0, np.float32(0), np.float32(127) / np.where(largest == 0, np.float32(1), largest))
+    with np.errstate(invalid="ignore"):
+        ints = np.round(wide * factor[..., None]).astype(np.int8)
+    return ints, largest * np.float32(1 / 127)
+
+
+def int8_pages(numbers: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [..., 2, K, G, H] as pages [..., W] raw, and what they stand for, [..., 2, K, G, H] float32."""
+    ints, scales = int8_parts(numbers)
+    parts = [ints.reshape(*ints.shape[:-2], -1).view(np.uint8), np.ascontiguousarray(scales).view(np.uint8)]
+    pages = np.concatenate(parts, axis=-1).reshape(*numbers.shape[:-4], -1)
+    return pages.view(raw_dtype(layout.dtype)), ints.astype(np.float32) * scales[..., None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,22 @@ def test_attention_strategy_alone_serves_whole_contexts_from_the_pool(strategy):
     check(case, Maths(), "float32")
 
 
+@pytest.mark.parametrize(("queries", "dtype"), [(1, "bfloat16"), (16, "bfloat16"), (1, "float32")])
+def test_attention_over_int8_pages_of_both_strategies_equals_full_attention(queries, dtype):
+    case = make_case(
+        5,
+        lengths=[384, 17, 0, 200],
+        queries=queries,
+        strategies=["local", "distributed", "local", "distributed"],
+        pool_devices=3,
+        dtype=dtype,
+        int8_kv=True,
+    )
+    assert case.lanes.rounds
+    assert case.lanes.near_groups
+    check(case, Maths(window=200, soft_cap=5.0), dtype)
+
+
 def test_streamed_page_that_several_groups_read_crosses_once():
     """Groups 0 and 1 are two blocks of one sequence."""
     case = make_case(4, lengths=[384, 0, 100, 0], strategies=["local"] * GROUPS, on_device=0.4)

@@ -15,7 +15,7 @@ from strategies import kernel_tables, low_rank, native, paged_attention
 from strategies.kernel_tables import DECODE, PREFILL, XLA, Kernel, choose_kernels, describe_kernels
 from strategies.lanes import ABSENT, BASE, AttentionLane
 from strategies.paged_attention import NO_WINDOW, HeadMaths, finish
-from tests.strategies.pages_for_tests import make_layout, pack_adapters
+from tests.strategies.pages_for_tests import int8_pages, make_layout, pack_adapters
 
 # Pages of 512 numbers: rows of 104 and 200 lie in one page or in two, rows of 1160 in three or four; 1160 is no
 # multiple of 16.
@@ -230,9 +230,11 @@ class AttentionCase(NamedTuple):
 
 
 @functools.cache
-def attention_case(dtype: str, page_tokens: int, head_dim: int, queries: int) -> AttentionCase:
+def attention_case(
+    dtype: str, page_tokens: int, head_dim: int, queries: int, *, int8_kv: bool = False
+) -> AttentionCase:
     rng = np.random.default_rng(page_tokens)
-    layout = make_layout(widths={"q": (8, 8)}, page_tokens=page_tokens, head_dim=head_dim, dtype=dtype)
+    layout = make_layout(widths={"q": (8, 8)}, page_tokens=page_tokens, head_dim=head_dim, dtype=dtype, int8_kv=int8_kv)
     groups, table_pages = 5, 256 // page_tokens
     shape = (2, 1 + groups * table_pages, 2, layout.kv_heads, page_tokens, head_dim)
     numbers = rng.normal(size=shape).astype(layout.dtype)
@@ -248,6 +250,8 @@ def attention_case(dtype: str, page_tokens: int, head_dim: int, queries: int) ->
     tables[2:][rng.uniform(size=tables[2:].shape) < 0.3] = ABSENT
     q = rng.normal(size=(groups, layout.kv_heads, queries * 3, head_dim)).astype(layout.dtype)
     lane = AttentionLane(tables, positions, np.int32(0), np.int32(256))
+    if int8_kv:
+        return AttentionCase(layout, (q, int8_pages(numbers, layout)[0], lane))
     return AttentionCase(layout, (q, numbers.reshape(2, -1, layout.page_width).view(raw_dtype(layout.dtype)), lane))
 
 
@@ -285,6 +289,18 @@ def test_attention_kernel_equals_xla(
     equal_partials(got, want, dtype)
 
 
+@PLACES
+@DTYPES
+@pytest.mark.parametrize(("page_tokens", "head_dim", "queries"), [(16, 64, 1), (2, 24, 5), (32, 96, 16)])
+@kernels("attention")
+def test_attention_kernel_over_int8_pages_equals_xla(
+    kernel: Kernel, field: str, page_tokens: int, head_dim: int, queries: int, dtype: str, place: str
+) -> None:
+    case = attention_case(dtype, page_tokens, head_dim, queries, int8_kv=True)
+    got = case.attend(kernel.call, place, window=37, cap=5.0)
+    equal_partials(got, case.attend(XLA.attention.call, window=37, cap=5.0), dtype)
+
+
 @kernels("attention")
 def test_attention_kernel_takes_a_window_that_is_a_number(kernel: Kernel, field: str) -> None:
     case = attention_case("float32", 16, 64, 1)
@@ -297,10 +313,13 @@ def test_attention_kernel_takes_a_window_that_is_a_number(kernel: Kernel, field:
     equal_partials(got, case.attend(XLA.attention.call, window=50), "float32")
 
 
+@pytest.mark.parametrize("int8_kv", [False, True])
 @pytest.mark.parametrize("queries", [1, 3, 16])
 @kernels("attention")
-def test_attention_kernel_group_is_bit_equal_in_any_company(kernel: Kernel, field: str, queries: int) -> None:
-    case = attention_case("bfloat16", 16, 64, queries)
+def test_attention_kernel_group_is_bit_equal_in_any_company(
+    kernel: Kernel, field: str, queries: int, int8_kv: bool
+) -> None:
+    case = attention_case("bfloat16", 16, 64, queries, int8_kv=int8_kv)
     q, pages, lane = case.operands
     alone = AttentionCase(
         case.layout, (q[2:3], pages, lane._replace(tables=lane.tables[2:3], positions=lane.positions[2:3]))

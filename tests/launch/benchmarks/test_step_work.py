@@ -16,7 +16,7 @@ from tests.launch.small_engine import LLAMA
 
 CONFIG = dataclasses.replace(load_config(LLAMA), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=100)
 WEIGHTS = {"q_proj": 10, "k_proj": 20, "v_proj": 30, "o_proj": 5, "gate_proj": 7, "up_proj": 8, "down_proj": 9}
-MODEL = StepModel(CONFIG, {**WEIGHTS, "embedding": 1000, "packed_head": 700}, item=2)
+MODEL = StepModel(CONFIG, {**WEIGHTS, "embedding": 1000, "packed_head": 700}, item=2, kv_item=2)
 KV = 2 * 2 * 16 * 2 * 2
 """Bytes of one token: K and V, heads, H, layers, bytes of a number."""
 
