@@ -32,9 +32,9 @@ class LoraSetting(NamedTuple):
 
     @property
     def at_the_data(self) -> KernelSet:
-        """Kernels near the data, for strategies that are nowhere without."""
+        """Kernels that can run near the data, for strategies that are nowhere without."""
         assert self.near is not None, "nothing computes near the data"
-        return self.near
+        return self.near.near_the_data()
 
     def total(self, parts: Sequence[Sequence[jax.Array]]) -> dict[str, jax.Array]:
         """By projection, the sum of what the stripes give; each gives one array a projection."""
@@ -56,6 +56,6 @@ class AttentionSetting(NamedTuple):
 
     @property
     def at_the_data(self) -> KernelSet:
-        """Kernels near the data, for strategies that are nowhere without."""
+        """Kernels that can run near the data, for strategies that are nowhere without."""
         assert self.near is not None, "nothing computes near the data"
-        return self.near
+        return self.near.near_the_data()
