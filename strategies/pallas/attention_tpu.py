@@ -63,7 +63,7 @@ def partial_attention(
         out_shape=[jax.ShapeDtypeStruct((groups, *shape), jnp.float32) for shape in shapes],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(seen.count,),
+            grid=(seen.entries,),
             in_specs=[of_group(rows, 1), of_group(1, rows), of_group(heads, rows, dim), *map(page, range(together))],
             out_specs=[of_group(*shape) for shape in shapes],
         ),

@@ -237,7 +237,7 @@ def _shrink(
     segment = _segment(order_T, first_E, rank_EF, adapter, projection)
     component_C = pl.program_id(2) * _COMPONENTS + jnp.arange(_COMPONENTS)
     unit_C = start_EF[adapter, projection] + component_C * rows.units
-    steps = jnp.where(pl.program_id(2) * _COMPONENTS < segment.rank, x_TI.shape[1] // rows.block, 0)
+    steps = (pl.program_id(2) * _COMPONENTS < segment.rank).astype(jnp.int32) * (x_TI.shape[1] // rows.block)
     here_C = component_C < segment.rank
 
     def work(token_B: jax.Array, real_B: jax.Array) -> None:

@@ -171,7 +171,7 @@ def _over_pages(
         out_shape=jax.ShapeDtypeStruct(result, jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
-            grid=(len(owner_T1) // tile, listed.count),
+            grid=(len(owner_T1) // tile, listed.entries),
             in_specs=[of_tile(owner_T1.shape), of_tile(operand.shape), page],
             out_specs=of_tile(result),
         ),

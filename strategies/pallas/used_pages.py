@@ -68,13 +68,13 @@ class AdapterPages(NamedTuple):
         page: [I] int32, row of the pages [L * P, W].
         adapter: [I] int32, E for a page that is nobody's.
         unit: [I] int32, place of the page's first unit in the adapter's stream.
-        count: [] int32, entries; at least one.
+        entries: [] int32, how many; at least one.
     """
 
     page: jax.Array
     adapter: jax.Array
     unit: jax.Array
-    count: jax.Array
+    entries: jax.Array
 
 
 def adapter_pages(
@@ -113,13 +113,13 @@ class SeenPages(NamedTuple):
         group: [I] int32.
         page: [B, I] int32, rows of the pages [L * P, W].
         position: [B, I] int32, position of the page's first token, FAR for a page that is nobody's.
-        count: [] int32, entries.
+        entries: [] int32, how many.
     """
 
     group: jax.Array
     page: jax.Array
     position: jax.Array
-    count: jax.Array
+    entries: jax.Array
 
 
 def seen_pages(

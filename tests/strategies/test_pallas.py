@@ -108,7 +108,7 @@ def test_choose_kernels_on_a_device_takes_pallas_and_leaves_the_pool_to_xla(
 def test_tables_name_functions_that_are_there(platform: str, field: str) -> None:
     for tables in (DECODE, PREFILL):
         (kernel,) = tables[platform][field]
-        with pytest.raises(TypeError, match="missing 4 required positional arguments|missing 5"):
+        with pytest.raises(TypeError, match=r"missing \d required positional arguments"):
             kernel.call()
 
 

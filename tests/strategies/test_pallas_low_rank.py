@@ -77,7 +77,8 @@ def test_pallas_expand_takes_float32_beside_bfloat16_pages(platform: str) -> Non
     case, group = case_of("bfloat16"), ("q",)
     m = np.random.default_rng(1).normal(size=(1, len(OWNER), MAX_RANK)).astype(np.float32)
     operands = (m, case.packed.pages, np.int32(1), case.packed.lane(OWNER))
-    got = run(interpreted(platform, "expand"), operands, layout=case.layout, group=group)
+    static: dict[str, Any] = {"layout": case.layout, "group": group}
+    got = run(interpreted(platform, "expand"), operands, **static)
     close(got, (case.packed.expand(m[0], 1, OWNER, "q").astype(np.float32),), "float32")
 
 
@@ -102,7 +103,7 @@ def test_pallas_lora_kernel_adapter_that_is_not_finite_reaches_only_its_own_toke
     numbers[:, packed.b_pages[0, 0], 0] = bad
     x = rng.normal(size=(3, layout.in_width("q"))).astype(np.float32)
     lane = packed.lane([0, 2, BASE])
-    where = {"layout": layout, "group": ("q",), "max_rank": 9}
+    where: dict[str, Any] = {"layout": layout, "group": ("q",), "max_rank": 9}
     (y,) = run(interpreted(platform, "delta"), (x, packed.pages, np.int32(1), lane), **where)
     assert not np.isfinite(y[0]).all(), "an adapter that is not finite must not look as if it were"
     want = packed.delta(x, 1, lane.owner, "q")[1:]
