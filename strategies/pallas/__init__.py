@@ -6,7 +6,7 @@ and reinterpret them in the kernel. They run on the device alone; near the data 
 
 They are tested by interpretation and by lowering, and were compiled for TPU v5e, H100 and A6000, without any of them:
 they have not run there, and what they gain is not measured. In the memory of a TPU eight pages of [L, P, W] are
-interleaved, so XLA copies all of them before a kernel, as it does before a gather of its own; on GPUs nothing is copied.
+interleaved, so XLA copies all of them before a kernel, as it does before a gather of its own; GPUs need no copy.
 
 Pallas is imported at the first call: it takes 0.2 to 0.3 s, which a start on the CPU need not spend.
 """

@@ -66,7 +66,7 @@ def test_pallas_lora_kernel_equals_xla(platform: str, field: str, group: tuple[s
 @PLATFORMS
 def test_pallas_shrink_for_float32_results_does_not_round(platform: str) -> None:
     case, group = case_of("bfloat16"), ("q", "k")
-    static = case.static("shrink", group) | {"max_rank": MAX_RANK, "out_dtype": jnp.float32}
+    static: dict[str, Any] = case.static("shrink", group) | {"max_rank": MAX_RANK, "out_dtype": jnp.float32}
     m = run(interpreted(platform, "shrink"), case.operands("shrink", group), **static)
     want = [case.packed.shrink(case.x[group], 1, case.owner, name, max_rank=MAX_RANK) for name in group]
     np.testing.assert_allclose(m, want, atol=2e-4)
@@ -87,7 +87,7 @@ def test_pallas_lora_kernel_without_tokens_of_adapters_gives_zeros(platform: str
     case, group = case_of("float32"), ("down",)
     operands = case.operands("delta", group)
     lane = operands[-1]._replace(owner=np.full_like(OWNER, BASE))
-    static = case.static("delta", group) | {"max_rank": MAX_RANK}
+    static: dict[str, Any] = case.static("delta", group) | {"max_rank": MAX_RANK}
     (y,) = run(interpreted(platform, "delta"), (*operands[:-1], lane), **static)
     assert not np.asarray(y).any()
 
