@@ -114,7 +114,7 @@ def run_calibration(options: Calibrating, *, log: StageLog) -> Calibrated:
     size = cold_size(None if options.data_mb is None else options.data_mb * 2**20)
     log.say("data", f"filling {size.num_bytes / 1e6:.0f} MB of pages in the pool and on the device")
     cold = ColdPages(model.layout, num_bytes=size.num_bytes)
-    bench = Bench(model, shape, cold, choose_kernels().decode, base)
+    bench = Bench(model, shape, cold, choose_kernels(layout=model.layout).decode, base)
     return calibrate(bench, DESIGNS[options.points], name=platform.node() or "local", runs=options.runs, log=log)
 
 

@@ -184,6 +184,6 @@ def _print_memory(deployment: Deployment, log: StageLog) -> None:
     log.say("pool", f"{in_bytes(deployment.memory.pool.nbytes)}{where}, of it taken: {taken}")
     tokens = deployment.kv_tokens
     log.say("context", f"{limits.max_model_len} tokens a sequence; the pool has room for the KV of {tokens} tokens")
-    log.say("kernels", describe_kernels(deployment.executor.kernels))
+    log.say("kernels", describe_kernels(deployment.executor.kernels, layout=deployment.memory.layout))
     log.say("link", deployment.probe.as_text())
     log.say("planner", deployment.planning or "off: both strategies are forced")

@@ -78,9 +78,9 @@ def add(
 
 def over_the_link(control: LoraLane, stripe: int, setting: LoraSetting) -> low_rank.RowsKernel:
     """Rows of a chunk, gathered near the data and brought to the device; copied where nothing computes there."""
-    kernels = setting.near
-    if kernels is None:
+    if setting.near is None:
         return _copied
+    kernels = setting.at_the_data
 
     def gather(
         pool: jax.Array, layer: jax.Array, lane: Stripe, chunk: jax.Array, *, layout: PageLayout, name: str, side: str

@@ -26,7 +26,7 @@ from strategies.low_rank import count_up, fill
 
 CHUNK_TOKENS = 128
 NO_WINDOW = 1 << 30
-_MASKED = -1e30
+MASKED = -1e30
 
 
 class Partial(NamedTuple):
@@ -130,7 +130,7 @@ def partial_attention(
         # What no query sees (absent pages, tokens to come, what was there before) may be NaN, and 0 * NaN is not 0.
         v = _zero_unseen(v, jnp.any(visible_NSC, axis=1), lane)
         visible = jnp.broadcast_to(visible_NSC[:, None], scores.shape)
-        masked, nothing = (fill(lane.tables, scores.shape, jnp.float32, value) for value in (_MASKED, 0.0))
+        masked, nothing = (fill(lane.tables, scores.shape, jnp.float32, value) for value in (MASKED, 0.0))
         top = jnp.maximum(seen.max, jnp.max(lax.select(visible, scores, masked), axis=-1))
         p = lax.select(visible, jnp.exp(scores - top[..., None]), nothing)
         weights = p if v_scales is None else lax.select(visible, p * v_scales[:, :, None, :], nothing)
@@ -141,7 +141,7 @@ def partial_attention(
     shape = (groups, heads, queries)
     nothing = Partial(
         fill(lane.tables, (*shape, dim), jnp.float32),
-        fill(lane.tables, shape, jnp.float32, _MASKED),
+        fill(lane.tables, shape, jnp.float32, MASKED),
         fill(lane.tables, shape, jnp.float32),
     )
     first_chunk = jnp.maximum(lane.first - maths.window + 1, 0) // CHUNK_TOKENS

@@ -36,9 +36,9 @@ class LoraSetting(NamedTuple):
 
     @property
     def at_the_data(self) -> KernelSet:
-        """Kernels near the data, for strategies that are nowhere without."""
+        """Kernels that can run near the data, for strategies that are nowhere without."""
         assert self.near is not None, "nothing computes near the data"
-        return self.near
+        return self.near.near_the_data()
 
     def added(self, sums: Mapping[str, jax.Array], parts: Sequence[Sequence[jax.Array]], *, first: int) -> Sums:
         """Sums with what the stripes give; each gives one array a projection, [T, O] float32.
@@ -71,6 +71,6 @@ class AttentionSetting(NamedTuple):
 
     @property
     def at_the_data(self) -> KernelSet:
-        """Kernels near the data, for strategies that are nowhere without."""
+        """Kernels that can run near the data, for strategies that are nowhere without."""
         assert self.near is not None, "nothing computes near the data"
-        return self.near
+        return self.near.near_the_data()

@@ -162,7 +162,7 @@ def run_strategies(case: StrategiesCase, *, command: str, log: StageLog) -> Stra
     size = cold_size(None if case.data_mb is None else case.data_mb * 2**20)
     log.say("data", f"filling {size.num_bytes / 1e6:.0f} MB of pages in the pool and on the device")
     cold = ColdPages(model.layout, num_bytes=size.num_bytes)
-    kernels = getattr(choose_kernels(), case.phase)
+    kernels = getattr(choose_kernels(layout=model.layout), case.phase)
     results = _measure_grid(case, model, cold, kernels, predictions=predictions, log=log)
     return StrategiesReport(
         case=_in_words(case, model),

@@ -98,7 +98,7 @@ class JaxExecutor:
         self.decoder = Decoder(config, num_shards=memory.num_shards)
         self._params = pack_params(params, self.decoder.parallel, quantization=quantization)
         self.param_specs = packed_specs(self._params, self.decoder.parallel)
-        self.kernels = kernels or choose_kernels()
+        self.kernels = kernels or choose_kernels(layout=memory.layout)
         stripes = adapters.num_stripes if adapters else 1
         self.shape = BatchShape(
             max_model_len=max_model_len,

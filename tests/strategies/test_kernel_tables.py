@@ -15,6 +15,7 @@ from strategies import kernel_tables, low_rank, native, paged_attention
 from strategies.kernel_tables import DECODE, PREFILL, XLA, Kernel, choose_kernels, describe_kernels
 from strategies.lanes import ABSENT, BASE, AttentionLane
 from strategies.paged_attention import NO_WINDOW, HeadMaths, finish
+from strategies.setting import AttentionSetting, LoraSetting
 from tests.strategies.pages_for_tests import int8_pages, make_layout, pack_adapters
 
 # Pages of 512 numbers: rows of 104 and 200 lie in one page or in two, rows of 1160 in three or four; 1160 is no
@@ -33,7 +34,7 @@ def kernels(*fields: str, of: Any = (DECODE, PREFILL)) -> Any:
         for tables in of
         for field in fields
         for kernel in tables["cpu"].get(field, ())
-        if kernel.unsupported() is None
+        if kernel.unsupported(None) is None
     }
     assert found or native.unavailable(), "the native kernels build here, so the tables must have them"
     return pytest.mark.parametrize(("kernel", "field"), found.values(), ids=found)
@@ -348,7 +349,7 @@ def test_native_kernels_refuse_a_dtype_that_they_do_not_compute_in() -> None:
 def test_choose_kernels_takes_the_first_that_applies_and_ends_with_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow, fast = Kernel("slow", low_rank.delta, lambda: None), Kernel("fast", low_rank.delta, lambda: "no compiler")
+    slow, fast = Kernel("slow", low_rank.delta, lambda _: None), Kernel("fast", low_rank.delta, lambda _: "no compiler")
     monkeypatch.setattr(kernel_tables, "DECODE", {"cpu": {"delta": (fast, slow)}})
     monkeypatch.setattr(kernel_tables, "PREFILL", {"cpu": {"rows": (fast,)}})
     chosen = choose_kernels("cpu")
@@ -358,6 +359,15 @@ def test_choose_kernels_takes_the_first_that_applies_and_ends_with_the_reference
         "decode: xla (shrink, expand, add, rows, attention), slow (delta); prefill: xla (shrink, expand, delta, add, "
         "rows, attention) (no fast: no compiler)"
     )
+
+
+def test_kernel_set_near_the_data_has_xla_for_kernels_of_the_device_alone() -> None:
+    on_device = Kernel("fast", low_rank.delta, lambda _: None, device_only=True)
+    everywhere = Kernel("anywhere", low_rank.shrink, lambda _: None)
+    chosen = XLA._replace(delta=on_device, shrink=everywhere)
+    assert chosen.near_the_data() == XLA._replace(shrink=everywhere)
+    near = LoraSetting(make_layout(widths=WIDTHS), ("q",), MAX_RANK, chosen, chosen).at_the_data
+    assert near == AttentionSetting(make_layout(widths=WIDTHS), chosen, chosen).at_the_data == chosen.near_the_data()
 
 
 def test_choose_kernels_on_a_platform_without_tables_is_the_reference() -> None:
