@@ -7,6 +7,8 @@ import json
 import pathlib
 from collections.abc import Collection, Iterable, Mapping
 
+import jax
+
 from launch.console import StageLog, in_bytes
 from launch.flags import StartError
 from launch.http.adapter_paths import name_problem
@@ -118,8 +120,13 @@ def start_engine(
     except (ValueError, OSError) as error:
         log.end(failed=True)
         raise StartError(str(error)) from error
-    except BaseException:
+    except BaseException as error:
         log.end(failed=True)
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            raise StartError(
+                f"the memory ran out before the model was ready ({str(error).splitlines()[0]}): lower "
+                "--device_kv_mb, --device_adapter_mb, --pool_memory_gb or --max_num_batched_tokens"
+            ) from error
         raise
     log.end()
     _load_adapters(deployment, adapters, {} if shipped is None else shipped, log=log)

@@ -14,11 +14,13 @@ import threading
 from collections.abc import Iterator
 
 import httpx
+import jax
 import numpy as np
 import openai
 import pytest
 from rich.console import Console
 
+from launch import startup
 from launch.console import StageLog, in_bytes
 from launch.flags import StartError
 from launch.greeting import server_url
@@ -327,6 +329,15 @@ def test_model_that_is_not_there_fails_without_a_claim_that_it_was_loaded(tmp_pa
             r"--pool_memory_gb 3e-05 is less than two pages of \d+ bytes on each of 3 pool devices: raise it to ",
         ),
         (
+            {"pool_memory_gb": 100000.0},
+            r"^--pool_memory_gb 100000\.0 asks for 100000\.0 GB of memory, and this machine has [\d.]+ GB: lower it$",
+        ),
+        (
+            {"device_kv_mb": 10**9, "device_adapter_mb": 10**8},
+            r"^--device_adapter_mb 100000000 asks for 97656\.2 GB of memory, and this machine has [\d.]+ GB: lower it; "
+            r"--device_kv_mb 1000000000 asks for ",
+        ),
+        (
             {"tensor_parallel_size": 2},
             r"--tensor_parallel_size 2 needs as many devices, and this machine has 1 \(cpu\): lower it, or set XLA_",
         ),
@@ -336,6 +347,19 @@ def test_machine_or_memory_that_is_too_small_is_refused_with_what_to_change(opti
     with pytest.raises(StartError, match=says) as caught:
         start_engine(small_config(max_model_len=512, **options), {}, log=StageLog(Console(quiet=True)))
     assert "\n" not in str(caught.value)
+
+
+def test_memory_that_runs_out_at_the_start_is_one_line(monkeypatch):
+    def build(*_args, **_options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.\nand more")
+
+    monkeypatch.setattr(startup, "build_engine", build)
+    message = (
+        "the memory ran out before the model was ready (RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.): lower "
+        "--device_kv_mb, --device_adapter_mb, --pool_memory_gb or --max_num_batched_tokens"
+    )
+    with pytest.raises(StartError, match=f"^{re.escape(message)}$"):
+        start_engine(small_config(), {}, log=StageLog(Console(quiet=True)))
 
 
 def test_adapters_without_lora_are_refused_before_anything_is_loaded():
