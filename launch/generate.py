@@ -83,6 +83,11 @@ def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
 def main() -> int:
     """Answers once, or chats until the user ends it."""
     config, sampling = flags.read(GenerateConfig), flags.read(SamplingParams)
+    try:
+        # No flag names a token, so the size of the vocabulary does not matter.
+        sampling.validate(vocab_size=0)
+    except RequestError as error:
+        raise StartError(f"--{error}") from error
     prompt = read_prompt(config, piped=None if sys.stdin.isatty() else sys.stdin.read)
     if prompt is None and config.raw:
         raise StartError("--raw needs a text to continue: give --prompt, --prompt_file or a pipe")
@@ -99,10 +104,6 @@ def main() -> int:
         raise StartError(
             "the model has no chat template: give one with --chat_template, or continue a text with --raw --prompt TEXT"
         )
-    try:
-        sampling.validate(engine.vocab_size)
-    except RequestError as error:
-        raise StartError(f"--{error}") from error
     try:
         speaker = Speaker(engine, sampling, adapter=adapter, template=template)
         if prompt is None:

@@ -60,13 +60,19 @@ def render_chat(
     if not plain:
         raise ChatError("messages is empty; a chat needs at least one message.")
     variables: dict[str, Any] = {"tools": None, "documents": None, **tokenizer.special_tokens, **kwargs}
+    check_syntax(source)
     try:
-        compiled = _compile(source)
-        return compiled.render(messages=plain, add_generation_prompt=add_generation_prompt, **variables)
-    except jinja2.TemplateSyntaxError as error:
-        raise ChatError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+        return _compile(source).render(messages=plain, add_generation_prompt=add_generation_prompt, **variables)
     except Exception as error:  # a template is a program: on odd messages it may fail in any way
         raise ChatError(f"the chat template cannot render these messages: {error}") from error
+
+
+def check_syntax(template: str) -> None:
+    """Raises ChatError where a template is not valid Jinja."""
+    try:
+        _compile(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
 
 
 def _template_source(tokenizer: Tokenizer, template: str | None) -> str:

@@ -192,6 +192,20 @@ def test_chat_without_a_chat_template_is_refused_with_the_ways_out():
     assert "no chat template: give one with --chat_template, or continue a text with --raw --prompt" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--temperature=-1"], "error: --temperature must be between 0 and 100, got -1.0.\n"),
+        (["--max_tokens=-1"], "error: --max_tokens must be at least 1, got -1.\n"),
+    ],
+)
+def test_value_that_cannot_be_is_refused_before_anything_is_loaded(arguments, says):
+    # Were the model looked for first, the error would be another.
+    command = [sys.executable, "-m", "launch.generate", "--model=/nowhere", "--prompt=x", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, says)
+
+
 def test_one_shot_with_a_real_model_and_adapter_prints_the_golden_text():
     with np.load(PACK / "adapters" / "plain_qv" / "golden.npz") as arrays:
         prompt, wanted = ("".join(chr(0x4E00 + t) for t in arrays[name]) for name in ("prompt_1", "greedy_1"))

@@ -234,6 +234,7 @@ def test_port_in_use_ends_before_anything_is_loaded():
         ({}, {"max_prompts": 0}, "--max_prompts"),
         ({}, {"served_model_name": ("",)}, "--served_model_name is empty"),
         ({}, {"adapter_root": "/nowhere"}, "--adapter_root '/nowhere' is not a directory"),
+        ({"enable_lora": False}, {"adapter_root": "/"}, "--adapter_root needs --enable_lora: turn it on, or leave"),
         ({}, {"adapter_root": "/", "host": "0.0.0.0"}, "set --adapter_routes"),
     ],
 )
@@ -288,6 +289,17 @@ def test_template_is_read_from_a_file_or_taken_as_it_is(tmp_path):
     assert read_template(None) is None
     with pytest.raises(StartError, match=r"--chat_template .*absent\.jinja' cannot be read"):
         read_template(str(tmp_path / "absent.jinja"))
+
+
+def test_template_that_is_not_jinja_is_refused_by_its_flag(tmp_path):
+    file = tmp_path / "a.jinja"
+    file.write_text("line\n{% endfor %}")
+    for given, line in (("{% if %}", 1), (str(file), 2)):
+        with pytest.raises(StartError) as caught:
+            read_template(given)
+        assert str(caught.value).startswith(
+            f"--chat_template {given!r}: the chat template is not valid Jinja: line {line}: "
+        )
 
 
 @pytest.mark.parametrize(
@@ -365,6 +377,18 @@ def test_memory_that_runs_out_at_the_start_is_one_line(monkeypatch):
 def test_adapters_without_lora_are_refused_before_anything_is_loaded():
     with pytest.raises(StartError, match="--lora_modules needs --enable_lora"):
         start_engine(EngineConfig(model="/nowhere", enable_lora=False), {"a": "/a"}, log=StageLog(Console(quiet=True)))
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/nonexistent", "--lora_modules a=/nonexistent: adapter 'a': the directory /nonexistent does not exist"),
+        (str(ROOT), f"--lora_modules a={ROOT}: adapter 'a': {ROOT} has no adapter_model.safetensors"),
+    ],
+)
+def test_adapter_whose_files_are_not_there_is_refused_before_anything_is_loaded(path, says):
+    with pytest.raises(StartError, match=f"^{re.escape(says)}$"):
+        check(EngineConfig(model="/nowhere"), HttpConfig(), {"a": path})
 
 
 def test_stage_log_shows_a_bar_in_a_terminal_and_a_line_at_the_end():
