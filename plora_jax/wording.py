@@ -13,11 +13,16 @@ def shortened(text: str, most: int = MAX_CHARS) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
+def lone_surrogate(text: str) -> str | None:
+    """The first half of a surrogate pair without its other half, as "U+D800"; JSON can write one, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"U+{ord(text[error.start]):04X}"
+    return None
+
+
 def in_json(value: Any, most: int = MAX_CHARS) -> str:
     """A value as a JSON client wrote it, cut as `shortened` does; halves of surrogate pairs are escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        text = json.dumps(value, default=str)
-    return shortened(text, most)
+    return shortened(text if lone_surrogate(text) is None else json.dumps(value, default=str), most)

@@ -26,7 +26,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answers a conversation n times."""
     state = state_of(request)
     prompt = render_prompt(state.tokenizer, body, template=state.chat_template)
-    prompt_ids = await state.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
+    prompt_ids = await state.encode(prompt, add_special_tokens=bool(body.add_special_tokens), param="messages")
     try:
         flight = Flight.submit(
             state, [prompt_ids], [body.to_sampling()], adapter=state.adapter_of(body.model), priority=body.priority

@@ -32,7 +32,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         _check_count(state, len(body.prompt) * (body.n or 1))
     special = body.add_special_tokens is not False
     prompts = [
-        await state.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        await state.encode(prompt, add_special_tokens=special, param="prompt") if isinstance(prompt, str) else prompt
         for prompt in body.prompt
     ]
     asked = body.to_sampling()

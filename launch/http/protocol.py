@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 
 from launch.http.errors import ApiError
 from plora_jax.engine.params import MAX_LOGPROBS, SamplingParams
+from plora_jax.wording import in_json
 
 
 def _absent(value: Any) -> bool:
@@ -144,7 +145,9 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of > (self.n or 1):
-            message = f"best_of above n is not supported by this server: got {self.best_of} with n {self.n or 1}."
+            message = (
+                f"best_of above n is not supported by this server: got {in_json(self.best_of)} with n {self.n or 1}."
+            )
             raise ApiError(400, message, param="best_of")
         return self
 
@@ -165,6 +168,7 @@ class CompletionRequest(GenerationRequest):
 _NOT_FOR_TEMPLATES = {
     "template": "the server's template is used",
     "add_generation_prompt": "give it as a field of the request",
+    "messages": "give them as a field of the request",
 }
 
 
@@ -184,14 +188,14 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true.", param="top_logprobs")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
-            message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}."
+            message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {in_json(self.top_logprobs)}."
             raise ApiError(400, message, param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt cannot both be true."
             raise ApiError(400, message, param="continue_final_message")
         for name, instead in _NOT_FOR_TEMPLATES.items():
             if name in (self.chat_template_kwargs or {}):
-                message = f"chat_template_kwargs may not hold {name!r}; {instead}."
+                message = f"chat_template_kwargs may not hold '{name}'; {instead}."
                 raise ApiError(400, message, param="chat_template_kwargs")
         for index, message in enumerate(self.messages):
             _check_message(index, message)

@@ -14,6 +14,7 @@ from launch.http.config import HttpConfig
 from launch.http.errors import ApiError, model_not_found
 from launch.http.metrics import Metrics
 from plora_jax.tokenizer import Tokenizer
+from plora_jax.wording import lone_surrogate
 
 if TYPE_CHECKING:
     from launch.http.flight import Flight
@@ -71,17 +72,20 @@ class ServerState:
         if not self.engine.healthy:
             raise ApiError(503, "The engine is dead; see the server's log.")
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Token ids of a text.
+
+        Args:
+            text: to encode.
+            add_special_tokens: put those around it that the model expects.
+            param: the request's field that the text comes from.
 
         Raises:
             ApiError: the text holds half of a surrogate pair, which JSON can write and UTF-8 cannot.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = f"U+{ord(text[error.start]):04X}"
-            raise ApiError(400, f"The text is not valid Unicode: lone surrogate {half}.") from error
+        half = lone_surrogate(text)
+        if half is not None:
+            raise ApiError(400, f"{param} is not valid Unicode: lone surrogate {half}.", param=param)
         if len(text) <= _LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)

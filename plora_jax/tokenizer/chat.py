@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from plora_jax.tokenizer.tokenizer import Tokenizer
+from plora_jax.wording import in_json
 
 _RESERVED = frozenset({"messages", "add_generation_prompt"})
 
@@ -89,12 +90,12 @@ def _template_source(tokenizer: Tokenizer, template: str | None) -> str:
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with its content as one string."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ChatError(f"messages[{index}] must be an object with a role, got {message!r}.")
+        raise ChatError(f"messages[{index}] must be an object with a role, got {in_json(message)}.")
     content = message.get("content")
     if content is None or isinstance(content, str):
         return dict(message)
     if not isinstance(content, (list, tuple)):
-        raise ChatError(f"messages[{index}].content must be a string or a list of parts, got {content!r}.")
+        raise ChatError(f"messages[{index}].content must be a string or a list of parts, got {in_json(content)}.")
     texts = [_part_text(f"messages[{index}].content[{i}]", part) for i, part in enumerate(content)]
     return {**message, "content": "\n".join(texts)}
 
@@ -104,9 +105,9 @@ def _part_text(where: str, part: Any) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind != "text":
-        raise ChatError(f"{where} has type {kind!r}; this model reads only parts of type 'text'.")
+        raise ChatError(f'{where} has type {in_json(kind)}; this model reads only parts of type "text".')
     if not isinstance(part.get("text"), str):
-        raise ChatError(f"{where}.text must be a string, got {part.get('text')!r}.")
+        raise ChatError(f"{where}.text must be a string, got {in_json(part.get('text'))}.")
     return part["text"]
 
 

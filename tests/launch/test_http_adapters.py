@@ -195,6 +195,24 @@ def test_path_that_leads_out_of_the_root_is_refused_and_nothing_there_opened(cli
     assert str(root / "a" / "adapter_config.json") in opened, "the watch is blind"
 
 
+def test_path_that_is_not_unicode_or_very_long_says_so_in_a_line(client):
+    for path, says in (
+        ("\\ud800", "lora_path is refused: the path is not valid Unicode: lone surrogate U+D800."),
+        ("b" * 3000, f"no adapter directory at '{'b' * 100}... (3000 characters)'."),
+    ):
+        body = f'{{"lora_name": "odd", "lora_path": "{path}"}}'
+        response = client.post("/v1/load_lora_adapter", content=body, headers={"Content-Type": "application/json"})
+        error = response.json()["error"]
+        assert (error["param"], error["message"].endswith(says)) == ("lora_path", True), error
+
+
+def test_unload_of_a_name_that_no_answer_can_hold_is_404(client):
+    body, headers = '{"lora_name": "\\ud800"}', {"Content-Type": "application/json"}
+    response = client.post("/v1/unload_lora_adapter", content=body, headers=headers)
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == "The lora adapter '\\ud800' cannot be found."
+
+
 def test_path_outside_says_the_same_whether_it_exists(client):
     there, absent = load(client, "x", "../secret"), load(client, "x", "../secrex")
     assert there.json()["error"]["message"].replace("secret", "secrex") == absent.json()["error"]["message"]
