@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from launch.http.answers import Envelope, answer_stream, answer_whole
+from launch.http.answers import Envelope, answer_stream, answer_whole, usage_of_chunk
 from launch.http.errors import ApiError
 from launch.http.flight import Flight
 from launch.http.logprobs import completion_logprobs, prompt_logprobs
@@ -73,12 +73,11 @@ class _Writer:
         return self._envelope.wrap(choices, usage=self._usage())
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        more: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
         async with contextlib.aclosing(self._flight.pieces()) as pieces:
             async for piece in pieces:
                 choice = self._choice(piece.choice, piece.delta)
                 if choice["text"] or choice["logprobs"] or choice["finish_reason"]:
-                    yield self._envelope.wrap([choice], **more)
+                    yield self._envelope.wrap([choice], **usage_of_chunk(self._body, self._usage))
         if self._body.include_usage:
             yield self._envelope.wrap([], usage=self._usage())
 

@@ -20,14 +20,22 @@ def _absent(value: Any) -> bool:
     return not value
 
 
+def _unset(value: Any) -> bool:
+    return value is None
+
+
 # Fields that are refused, and which values of them ask for nothing.
 _REFUSED: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("tools", "functions", "audio", "prediction", "suffix", "web_search_options"), _absent),
     **dict.fromkeys(("tool_choice", "function_call"), lambda value: value in (None, "none")),
     "response_format": lambda value: value is None or (isinstance(value, dict) and value.get("type") == "text"),
     "modalities": lambda value: value in (None, [], ["text"]),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _absent),
-    **dict.fromkeys(("structured_outputs", "use_beam_search", "prompt_embeds", "logits_processors"), _absent),
+    # An empty schema asks for JSON all the same.
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+        _unset,
+    ),
+    **dict.fromkeys(("use_beam_search", "prompt_embeds", "logits_processors"), _absent),
     **dict.fromkeys(
         ("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "documents", "chat_template"), _absent
     ),
@@ -39,13 +47,15 @@ def _stop_list(value: Any) -> Any:
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends.
+    """Token counts in a stream.
 
     Attributes:
-        include_usage: send the token counts in a chunk of their own before the end.
+        include_usage: send them in a chunk of their own before the end.
+        continuous_usage_stats: and in every chunk, as far as the request is by then, all its completions together.
     """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(BaseModel):
@@ -100,6 +110,10 @@ class GenerationRequest(BaseModel):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling(self, **overrides: Any) -> SamplingParams:
         """The options of the engine that this request names; `overrides` stand over its fields."""

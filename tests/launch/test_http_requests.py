@@ -57,6 +57,11 @@ _BAD_BOTH = [
     ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"guided_regex": "a*"}, "guided_regex", "not supported"),
+    ({"guided_json": {}}, "guided_json", "guided_json is not supported by this server: leave it out."),
+    ({"guided_choice": []}, "guided_choice", "not supported"),
+    ({"guided_grammar": ""}, "guided_grammar", "not supported"),
+    ({"structured_outputs": {}}, "structured_outputs", "not supported"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not supported"),
     ({"bad_words": ["x"]}, "bad_words", "not supported"),
 ]
 _BAD_COMPLETION = [
@@ -220,6 +225,27 @@ def test_stream_is_written_as_server_sent_events(client):
     assert [c["usage"] for c in chunks[:-1]] == [None, None]
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"] == {"prompt_tokens": 2, "total_tokens": 4, "completion_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("route", "prompt", "counted"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}, [(2, 1), (2, 2), (2, 2)]),
+        ("/v1/chat/completions", {"messages": _HI}, [(21, 0), (21, 1), (21, 2), (21, 2)]),
+    ],
+)
+def test_usage_that_is_asked_for_in_every_chunk_counts_what_there_is_so_far(client, route, prompt, counted):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = client.post(route, json={**prompt, "max_tokens": 2, "stream": True, "stream_options": options})
+    events = response.text.split("\n\n")
+    usages = [json.loads(event.removeprefix("data: "))["usage"] for event in events[:-2]]
+    assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages] == counted
+    assert all(usage["total_tokens"] == sum(pair) for usage, pair in zip(usages, counted, strict=True))
+
+
+def test_usage_in_every_chunk_is_part_of_include_usage(client):
+    body = {"prompt": "Hi", "max_tokens": 2, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    assert "usage" not in client.post("/v1/completions", json=body).text
 
 
 def test_continue_final_message_leaves_the_turn_open(client):
