@@ -100,6 +100,7 @@ def _card(now_s: float, status: Any) -> dict[str, Any]:
     last_used_s = card.pop("last_used_s")
     # The engine's clock starts anywhere, so an age says more than a time.
     card["last_used_s_ago"] = None if last_used_s is None else round(now_s - last_used_s, 3)
+    card["loaded_s_ago"] = round(now_s - card.pop("loaded_s"), 3)
     card["bytes"] = card.pop("nbytes")
     return {"object": "adapter", **card}
 

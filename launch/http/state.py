@@ -39,6 +39,7 @@ class ServerState:
         chat_template: Jinja text or a name of the tokenizer's; None for its default.
         metrics: what /metrics shows.
         created: unix time of the start, s.
+        epoch_s: unix time at which the engine's clock stood at 0.
         flights: requests that generate now.
         draining: the server is going down and takes nothing new.
     """
@@ -54,6 +55,10 @@ class ServerState:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     flights: set[Flight] = dataclasses.field(default_factory=set)
     draining: bool = False
+    epoch_s: float = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.epoch_s = time.time() - self.engine.clock.now()
 
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that `model` names, None for the base; whether it exists shows when it is used."""

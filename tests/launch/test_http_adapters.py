@@ -66,6 +66,7 @@ def test_adapters_route_shows_where_each_one_is(client):
     assert (entry["rank"], entry["bytes"], entry["tier"], entry["strategy"]) == (0, 1000, "pool", "resident")
     assert entry["device_bytes"] == 0
     assert (entry["pinned"], entry["in_flight"], entry["last_used_s_ago"]) == (False, 0, None)
+    assert 0 <= entry["loaded_s_ago"] < 60
     client.post("/v1/completions", json={"model": "x", "prompt": "p"})
     assert client.get("/v1/adapters").json()["data"][0]["last_used_s_ago"] >= 0
 
@@ -229,6 +230,18 @@ def test_without_a_root_no_path_is_taken(root):
         response = load(rig.client(), "x", root / "a")
     assert response.status_code == 400
     assert "--adapter_root" in response.json()["error"]["message"]
+
+
+def test_model_card_of_an_adapter_was_created_when_it_was_loaded(root):
+    with http_rig(adapter_root=str(root)) as rig:
+        client = rig.client()
+        rig.state.created = 1000
+        for start, options in ((2000, {}), (3000, {"load_inplace": True})):
+            rig.state.epoch_s = start - rig.engine.clock.now()
+            assert load(client, "x", "a", **options).status_code == 200
+            base, adapter = client.get("/v1/models").json()["data"]
+            assert base["created"] == 1000
+            assert start <= adapter["created"] < start + 60
 
 
 def test_root_that_is_a_link_itself_works(root, tmp_path):
