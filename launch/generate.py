@@ -38,6 +38,7 @@ from launch.startup import (
     shipped_adapters,
     start_engine,
 )
+from plora_jax.adapters import check_adapter_files
 from plora_jax.engine.build import EngineConfig
 from plora_jax.engine.params import RequestError, SamplingParams
 
@@ -154,7 +155,7 @@ def choose_adapter(
         shipped: names of those that come with the model.
 
     Raises:
-        StartError: it is neither.
+        StartError: it is neither, or a directory without an adapter.
     """
     if wanted is None or wanted in adapters or wanted in shipped:
         return wanted, adapters
@@ -165,6 +166,10 @@ def choose_adapter(
             "--lora_modules NAME=PATH as well"
         )
     name = os.path.basename(os.path.abspath(wanted))
+    try:
+        check_adapter_files(wanted, name=name)
+    except (ValueError, OSError) as error:
+        raise StartError(f"--adapter {wanted!r}: {error}") from error
     return name, {**adapters, name: wanted}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -168,13 +169,12 @@ def test_prompt_that_cannot_be_is_refused(config, says):
     assert says in str(caught.value)
 
 
-def test_adapter_is_a_name_or_a_directory(tmp_path):
-    (tmp_path / "sql").mkdir()
-    path = str(tmp_path / "sql")
+def test_adapter_is_a_name_or_a_directory():
+    path = str(PACK / "adapters" / "plain_qv")
     assert choose_adapter(None, {"a": "/a"}) == (None, {"a": "/a"})
     assert choose_adapter("a", {"a": "/a"}) == ("a", {"a": "/a"})
-    assert choose_adapter(path, {"a": "/a"}) == ("sql", {"a": "/a", "sql": path})
-    assert choose_adapter(path + "/", {}) == ("sql", {"sql": path + "/"})
+    assert choose_adapter(path, {"a": "/a"}) == ("plain_qv", {"a": "/a", "plain_qv": path})
+    assert choose_adapter(path + "/", {}) == ("plain_qv", {"plain_qv": path + "/"})
     assert choose_adapter("json", {}, shipped=["json"]) == ("json", {})
 
 
@@ -183,6 +183,13 @@ def test_choose_adapter_that_is_nowhere_is_refused_with_the_names_there_are():
         choose_adapter("/nowhere/sql", {"a": "/a"}, shipped=["json"])
     with pytest.raises(StartError, match=r"names no adapter \(none\); .* --lora_modules NAME=PATH"):
         choose_adapter("sql=/adapters/sql", {})
+
+
+def test_choose_adapter_of_a_directory_without_one_says_what_is_missing(tmp_path):
+    name = tmp_path.name
+    says = f"--adapter '{tmp_path}': adapter '{name}': {tmp_path} has no adapter_model.safetensors"
+    with pytest.raises(StartError, match=f"^{re.escape(says)}$"):
+        choose_adapter(str(tmp_path), {})
 
 
 def test_chat_without_a_chat_template_is_refused_with_the_ways_out():
