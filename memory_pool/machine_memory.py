@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pathlib
 
-import jax
+from typing import Any
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MEMINFO = "/proc/meminfo"
@@ -25,8 +25,8 @@ def host_bytes(*, meminfo: str = _MEMINFO, cgroup_limits: tuple[str, ...] = _CGR
     return min(known, default=None)
 
 
-def device_bytes(device: jax.Device) -> int | None:
-    """Memory of a device that JAX may take, bytes; None where it is the machine's or the backend does not tell."""
+def device_bytes(device: Any) -> int | None:
+    """Memory of a device of JAX that it may take, bytes; None where it is the machine's or the backend does not tell."""
     if device.platform == "cpu":
         return None
     stats = device.memory_stats() or {}
