@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-
 from typing import Any
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -26,7 +25,7 @@ def host_bytes(*, meminfo: str = _MEMINFO, cgroup_limits: tuple[str, ...] = _CGR
 
 
 def device_bytes(device: Any) -> int | None:
-    """Memory of a device of JAX that it may take, bytes; None where it is the machine's or the backend does not tell."""
+    """Memory of a JAX device that programs may take, bytes; None where it is the machine's or nothing tells."""
     if device.platform == "cpu":
         return None
     stats = device.memory_stats() or {}
