@@ -25,7 +25,7 @@ from launch import flags
 from launch.flags import StartError
 from launch.progress import byte_progress
 from plora_jax.adapters import AdapterError, load_adapter, save_adapter, save_adapter_orbax
-from plora_jax.checkpoints import WeightsError, load_config, load_model, save_hf, save_orbax
+from plora_jax.checkpoints import WeightsError, find_model, load_config, load_model, save_hf, save_orbax
 from plora_jax.config import ConfigError
 from plora_jax.tokenizer import TokenizerError, load_tokenizer
 
@@ -92,6 +92,8 @@ def convert(conversion: Conversion) -> None:
 
 
 def _convert_model(conversion: Conversion, directory: Path) -> None:
+    # Before a bar is drawn.
+    find_model(conversion.input)
     with byte_progress(f"Loading {conversion.input}") as progress:
         model = load_model(conversion.input, dtype=conversion.dtype, progress=progress)
     if conversion.to == "hf":

@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from absl import app
@@ -38,7 +38,8 @@ def define(
     """Defines one flag for each field of a dataclass.
 
     The field's type decides the flag's: bool, int, float, str, each with or without None; a tuple of str makes the
-    flag repeatable. The help is the field's entry under `Attributes:` in the class's docstring.
+    flag repeatable. The help is the field's entry under `Attributes:` in the class's docstring, with "unset" for None,
+    which no command line can write.
 
     Args:
         config_class: a dataclass.
@@ -77,7 +78,7 @@ def run(main: Callable[[], int | None]) -> None:
 
     def guarded(argv: list[str]) -> int:
         if argv[1:]:
-            _stop(f"unexpected argument {argv[1]!r}: all options are flags, see --help")
+            _stop(f"unexpected argument {argv[1]!r}: {_hint(argv[1], sys.argv)}")
         try:
             return main() or 0
         except StartError as error:
@@ -95,12 +96,32 @@ def _parse(argv: list[str]) -> list[str]:
         flag_values.register_key_flag_for_module(sys.argv[0], flag)
     try:
         left = flag_values(argv)
+    except absl_flags.CantOpenFlagFileError as error:
+        cause = error.__context__
+        _stop(
+            f"--flagfile {cause.filename!r} cannot be read: {cause.strerror}"
+            if isinstance(cause, OSError)
+            else str(error)
+        )
+    except UnicodeDecodeError as error:
+        _stop(f"--flagfile is not a text file: {error}")
     except absl_flags.Error as error:
         _stop(str(error))
     if flag_values["verbosity"].using_default_value:
         # Warnings: absl's own default also shows what JAX tells its developers.
         flag_values.verbosity = -1
     return left
+
+
+def _hint(stray: str, arguments: Sequence[str]) -> str:
+    """What to write instead of an argument that is no flag; one after a repeatable flag was meant as its value."""
+    for argument in reversed(arguments[: arguments.index(stray)]):
+        if argument.startswith("--"):
+            name = argument.removeprefix("--").partition("=")[0]
+            if name in absl_flags.FLAGS and isinstance(absl_flags.FLAGS[name], absl_flags.MultiFlag):
+                return f"repeat the flag for each value, --{name}={stray}"
+            break
+    return "all options are flags, see --help"
 
 
 def _stop(message: str) -> typing.NoReturn:
@@ -146,6 +167,6 @@ def _attribute_texts(config_class: type) -> dict[str, str]:
     if section is None:
         return texts
     for entry in re.finditer(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section[1], re.MULTILINE):
-        text = " ".join(entry[2].split())
+        text = re.sub(r"\bNone\b", "unset", " ".join(entry[2].split()))
         texts[entry[1]] = text[:1].upper() + text[1:]
     return texts

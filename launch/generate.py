@@ -38,6 +38,7 @@ from launch.startup import (
     shipped_adapters,
     start_engine,
 )
+from plora_jax.adapters import check_adapter_files
 from plora_jax.engine.build import EngineConfig
 from plora_jax.engine.params import RequestError, SamplingParams
 
@@ -83,6 +84,11 @@ def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
 def main() -> int:
     """Answers once, or chats until the user ends it."""
     config, sampling = flags.read(GenerateConfig), flags.read(SamplingParams)
+    try:
+        # No flag names a token, so the size of the vocabulary does not matter.
+        sampling.validate(vocab_size=0)
+    except RequestError as error:
+        raise StartError(f"--{error}") from error
     prompt = read_prompt(config, piped=None if sys.stdin.isatty() else sys.stdin.read)
     if prompt is None and config.raw:
         raise StartError("--raw needs a text to continue: give --prompt, --prompt_file or a pipe")
@@ -99,10 +105,6 @@ def main() -> int:
         raise StartError(
             "the model has no chat template: give one with --chat_template, or continue a text with --raw --prompt TEXT"
         )
-    try:
-        sampling.validate(engine.vocab_size)
-    except RequestError as error:
-        raise StartError(f"--{error}") from error
     try:
         speaker = Speaker(engine, sampling, adapter=adapter, template=template)
         if prompt is None:
@@ -153,7 +155,7 @@ def choose_adapter(
         shipped: names of those that come with the model.
 
     Raises:
-        StartError: it is neither.
+        StartError: it is neither, or a directory without an adapter.
     """
     if wanted is None or wanted in adapters or wanted in shipped:
         return wanted, adapters
@@ -164,6 +166,10 @@ def choose_adapter(
             "--lora_modules NAME=PATH as well"
         )
     name = os.path.basename(os.path.abspath(wanted))
+    try:
+        check_adapter_files(wanted, name=name)
+    except (ValueError, OSError) as error:
+        raise StartError(f"--adapter {wanted!r}: {error}") from error
     return name, {**adapters, name: wanted}
 
 

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from absl import flags as absl_flags
 from rich.console import Console
@@ -99,19 +100,25 @@ def make_profiler(profile: ProfileConfig, *, log: StageLog) -> StepProfiler:
 
 
 def check(
-    engine: EngineConfig, http: HttpConfig, adapters: Collection[str] = (), *, profile: ProfileConfig | None = None
+    engine: EngineConfig,
+    http: HttpConfig,
+    adapters: Mapping[str, str] = MappingProxyType({}),
+    *,
+    profile: ProfileConfig | None = None,
 ) -> None:
     """Raises StartError naming every value that cannot be.
 
     Args:
         engine: flags of the engine.
         http: flags of the server.
-        adapters: names of those that are to be loaded.
+        adapters: paths by name of those that are to be loaded.
         profile: flags of traces.
     """
     problems = [*engine_problems(engine, adapters), *http.problems(), *(profile.problems() if profile else ())]
     if http.adapter_root is not None and not os.path.isdir(http.adapter_root):
         problems.append(f"--adapter_root {http.adapter_root!r} is not a directory")
+    if http.adapter_root is not None and not engine.enable_lora:
+        problems.append("--adapter_root needs --enable_lora: turn it on, or leave the directory out")
     if http.adapter_root is not None and not http.adapter_routes_on:
         problems.append(
             f"--adapter_root has no use while adapters cannot be loaded over HTTP, which is so on host {http.host}: "

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import jax
 
 from launch.console import StageLog, in_bytes
 from launch.flags import StartError
 from launch.http.adapter_paths import name_problem
+from plora_jax.adapters import check_adapter_files
 from plora_jax.checkpoints import DEFAULT_MODEL
 from plora_jax.engine.build import Deployment, EngineConfig, build_engine
-from plora_jax.tokenizer import Tokenizer
+from plora_jax.tokenizer import ChatError, Tokenizer, check_syntax
+from plora_jax.wording import shortened
 from strategies.kernel_tables import describe_kernels
 
 SHIPPED_ADAPTERS = pathlib.Path(__file__).parent / "default" / "adapters"
@@ -69,12 +74,12 @@ def shipped_adapters(config: EngineConfig, directory: pathlib.Path = SHIPPED_ADA
     return {file.parent.name: str(file.parent) for file in sorted(directory.glob("*/adapter_config.json"))}
 
 
-def engine_problems(config: EngineConfig, adapters: Collection[str] = ()) -> list[str]:
+def engine_problems(config: EngineConfig, adapters: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """What cannot be in a configuration before anything is read, and flags that have no use beside the others.
 
     Args:
         config: of the engine.
-        adapters: names of those that are to be loaded.
+        adapters: paths by name of those that are to be loaded.
     """
     problems = []
     try:
@@ -87,6 +92,11 @@ def engine_problems(config: EngineConfig, adapters: Collection[str] = ()) -> lis
         problems.append(
             f"--lora_strategy {config.lora_strategy} needs --enable_lora: turn it on, or leave the strategy out"
         )
+    for name, path in adapters.items() if config.enable_lora else ():
+        try:
+            check_adapter_files(path, name=name)
+        except (ValueError, OSError) as error:
+            problems.append(f"--lora_modules {name}={path}: {error}")
     return problems
 
 
@@ -118,8 +128,13 @@ def start_engine(
     except (ValueError, OSError) as error:
         log.end(failed=True)
         raise StartError(str(error)) from error
-    except BaseException:
+    except BaseException as error:
         log.end(failed=True)
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            raise StartError(
+                f"the memory ran out before the model was ready ({str(error).splitlines()[0]}): lower "
+                "--device_kv_mb, --device_adapter_mb, --pool_memory_gb or --max_num_batched_tokens"
+            ) from error
         raise
     log.end()
     _load_adapters(deployment, adapters, {} if shipped is None else shipped, log=log)
@@ -132,17 +147,27 @@ def read_template(given: str | None) -> str | None:
     """The text of --chat_template, which names a file, holds the template, or names one of the model's.
 
     Raises:
-        StartError: the file cannot be read.
+        StartError: the file cannot be read, or the template is not valid Jinja.
     """
-    if given is None or "{" in given or "\n" in given:
-        return given
+    if given is None:
+        return None
+    if "{" in given or "\n" in given:
+        return _checked_template(given, given)
     path = pathlib.Path(given).expanduser()
     if not path.suffix and not path.exists():
         return given
     try:
-        return path.read_text(encoding="utf-8")
+        return _checked_template(path.read_text(encoding="utf-8"), given)
     except (OSError, UnicodeDecodeError) as error:
         raise StartError(f"--chat_template {given!r} cannot be read: {error}") from error
+
+
+def _checked_template(template: str, given: str) -> str:
+    try:
+        check_syntax(template)
+    except ChatError as error:
+        raise StartError(f"--chat_template {shortened(given)!r}: {error}") from error
+    return template
 
 
 def check_template(tokenizer: Tokenizer, template: str | None) -> None:

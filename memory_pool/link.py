@@ -11,6 +11,7 @@ is an identity whose name tells the audit what would have crossed.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Collection, Sequence
 
@@ -29,6 +30,18 @@ MARKS = {"link.to_device": "to_device", "link.to_pool": "to_pool"}
 """Directions by the names of the identities that stand for transfers where the pool is emulated."""
 
 Index = jax.Array | int
+
+
+class AllocationError(MemoryError):
+    """An array that could not be had.
+
+    Attributes:
+        in_pool: of the pool, else of the device.
+    """
+
+    def __init__(self, nbytes: int, *, in_pool: bool) -> None:
+        super().__init__(f"{nbytes / 2**30:.1f} GB of {'pool' if in_pool else 'device'} memory could not be had")
+        self.in_pool = in_pool
 
 
 def emulation(kinds: Collection[str] | None = None) -> str | None:
@@ -69,10 +82,19 @@ def allocate(shape: tuple[int, ...], dtype: np.dtype | type, sharding: NamedShar
         shape: of the array.
         dtype: of the array.
         sharding: device or pool sharding.
+
+    Raises:
+        AllocationError: there is not that much memory left.
     """
     space = POOL if sharding.memory_kind == POOL_KIND else DEVICE
     make = jax.jit(lambda: jax.device_put(jax.numpy.zeros(shape, dtype), space), out_shardings=sharding)
-    return make()
+    try:
+        return jax.block_until_ready(make())
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        raise AllocationError(nbytes, in_pool=space is POOL) from error
 
 
 def store_in_pool(array: np.ndarray, mesh: Mesh) -> jax.Array:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import unicodedata
 
+from plora_jax.wording import in_json, lone_surrogate, shortened
+
 MAX_NAME_CHARS = 255
 MAX_FILES = 1000
 """More files than an adapter has, in PEFT's form or in Orbax's: a directory of many adapters, say."""
@@ -26,7 +28,7 @@ def name_problem(name: str, base_names: tuple[str, ...]) -> str | None:
     if name in (".", "..") or "/" in name or "\\" in name:
         return f"an adapter's name must not be a path, got {name!r}: leave out '/' and '\\', and '.' and '..' alone"
     if any(unicodedata.category(c) in ("Cc", "Cs") for c in name):
-        return f"an adapter's name must not hold control characters, got {name!r}"
+        return f"an adapter's name must not hold control characters, got {in_json(name)}"
     if "," in name:
         return f"an adapter's name must not hold a comma, got {name!r}: metrics list names with commas between"
     if name in base_names:
@@ -52,12 +54,15 @@ def resolve_inside(root: str | None, path: str) -> str:
         raise OutsideRootError("this server reads no adapters by path: start it with --adapter_root DIRECTORY")
     if "\0" in path:
         raise OutsideRootError("the path holds a NUL character")
+    half = lone_surrogate(path)
+    if half is not None:
+        raise OutsideRootError(f"the path is not valid Unicode: lone surrogate {half}")
     real_root = os.path.realpath(root)
     real = os.path.realpath(os.path.join(real_root, path))
     if not _is_inside(real_root, real):
-        raise OutsideRootError(f"{path!r} does not resolve inside --adapter_root")
+        raise OutsideRootError(f"'{shortened(path)}' does not resolve inside --adapter_root")
     if not os.path.isdir(real):
-        raise FileNotFoundError(f"no adapter directory at {path!r}")
+        raise FileNotFoundError(f"no adapter directory at '{shortened(path)}'")
     _check_tree(real_root, real, path=path)
     return real
 
@@ -74,9 +79,11 @@ def _check_tree(real_root: str, start: str, *, path: str) -> None:
             entries += 1
             target = os.path.realpath(entry.path)
             if not _is_inside(real_root, target):
-                raise OutsideRootError(f"{entry.name!r} in {path!r} is a link that leads out of --adapter_root")
+                raise OutsideRootError(
+                    f"{entry.name!r} in '{shortened(path)}' is a link that leads out of --adapter_root"
+                )
             if entries > MAX_FILES:
-                raise OutsideRootError(f"{path!r} holds more than {MAX_FILES} files, so it is no adapter")
+                raise OutsideRootError(f"'{shortened(path)}' holds more than {MAX_FILES} files, so it is no adapter")
             if os.path.isdir(target):
                 pending.append(target)
 

@@ -10,10 +10,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict
 
-from launch.http.adapter_paths import OutsideRootError, name_problem, resolve_inside
+from launch.http.adapter_paths import MAX_NAME_CHARS, OutsideRootError, name_problem, resolve_inside
 from launch.http.errors import ApiError
 from launch.http.state import ServerState, state_of
 from plora_jax.engine.errors import AdapterExistsError, NoPlanError, UnknownAdapterError
+from plora_jax.wording import shortened
 
 router = APIRouter()
 """Looking only."""
@@ -64,7 +65,7 @@ async def unload_lora_adapter(body: UnloadRequest, request: Request) -> PlainTex
     try:
         state_of(request).engine.unload_adapter(body.lora_name)
     except UnknownAdapterError as error:
-        message = f"The lora adapter '{body.lora_name}' cannot be found."
+        message = _not_found(body.lora_name)
         raise ApiError(404, message, param="lora_name") from error
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -82,7 +83,7 @@ async def explain_adapter(name: str, request: Request, format: Literal["json", "
     try:
         found = await asyncio.to_thread(state_of(request).engine.explain_adapter, name)
     except UnknownAdapterError as error:
-        raise ApiError(404, f"The lora adapter '{name}' cannot be found.", param="name") from error
+        raise ApiError(404, _not_found(name), param="name") from error
     except NoPlanError as error:
         raise ApiError(409, f"Nothing can be explained: {error}.", param="name") from error
     if format == "text":
@@ -90,11 +91,16 @@ async def explain_adapter(name: str, request: Request, format: Literal["json", "
     return JSONResponse({"object": "adapter.explanation", **found.values})
 
 
+def _not_found(name: str) -> str:
+    return f"The lora adapter '{shortened(name, MAX_NAME_CHARS)}' cannot be found."
+
+
 def _card(now_s: float, status: Any) -> dict[str, Any]:
     card = dataclasses.asdict(status)
     last_used_s = card.pop("last_used_s")
     # The engine's clock starts anywhere, so an age says more than a time.
     card["last_used_s_ago"] = None if last_used_s is None else round(now_s - last_used_s, 3)
+    card["loaded_s_ago"] = round(now_s - card.pop("loaded_s"), 3)
     card["bytes"] = card.pop("nbytes")
     return {"object": "adapter", **card}
 

@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from launch.http.flight import Flight, unless_gone
+from launch.http.protocol import GenerationRequest
 from launch.http.sse import EventStream
 
 # What nginx logs where the client went first; nobody reads it.
@@ -41,6 +42,13 @@ async def answer_whole(request: Request, flight: Flight, make: Callable[[list[An
     finally:
         flight.close()
     return Response(status_code=_CLIENT_GONE) if completions is None else JSONResponse(make(completions))
+
+
+def usage_of_chunk(body: GenerationRequest, usage: Callable[[], dict[str, int]]) -> dict[str, Any]:
+    """The field of token counts that a chunk with choices has: none, null, or the counts so far."""
+    if not body.include_usage:
+        return {}
+    return {"usage": usage() if body.continuous_usage else None}
 
 
 def answer_stream(flight: Flight, events: AsyncGenerator[dict[str, Any], None]) -> EventStream:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from launch.http.answers import Envelope, answer_stream, answer_whole
+from launch.http.answers import Envelope, answer_stream, answer_whole, usage_of_chunk
 from launch.http.errors import ApiError
 from launch.http.flight import Flight
 from launch.http.logprobs import chat_logprobs, prompt_logprobs
@@ -26,7 +26,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answers a conversation n times."""
     state = state_of(request)
     prompt = render_prompt(state.tokenizer, body, template=state.chat_template)
-    prompt_ids = await state.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
+    prompt_ids = await state.encode(prompt, add_special_tokens=bool(body.add_special_tokens), param="messages")
     try:
         flight = Flight.submit(
             state, [prompt_ids], [body.to_sampling()], adapter=state.adapter_of(body.model), priority=body.priority
@@ -93,18 +93,18 @@ class _Writer:
         return self._envelope.wrap(choices, **more)
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        more: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
+        usage = self._flight.usage
         opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         for index in range(self._body.n or 1):
-            yield self._envelope.wrap([{"index": index, **opening}], **more)
+            yield self._envelope.wrap([{"index": index, **opening}], **usage_of_chunk(self._body, usage.as_json))
         async with contextlib.aclosing(self._flight.pieces()) as pieces:
             async for piece in pieces:
                 delta = {"content": piece.delta.text} if piece.delta.text else {}
                 choice = {"index": piece.choice, "delta": delta, **self._ending(piece.delta)}
                 if delta or choice["logprobs"] or choice["finish_reason"]:
-                    yield self._envelope.wrap([choice], **more)
+                    yield self._envelope.wrap([choice], **usage_of_chunk(self._body, usage.as_json))
         if self._body.include_usage:
-            yield self._envelope.wrap([], usage=self._flight.usage.as_json())
+            yield self._envelope.wrap([], usage=usage.as_json())
 
     def _ending(self, piece: Completion | Delta) -> dict[str, Any]:
         """The part of a choice that whole answers and chunks share."""

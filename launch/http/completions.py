@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from launch.http.answers import Envelope, answer_stream, answer_whole
+from launch.http.answers import Envelope, answer_stream, answer_whole, usage_of_chunk
 from launch.http.errors import ApiError
 from launch.http.flight import Flight
 from launch.http.logprobs import completion_logprobs, prompt_logprobs
@@ -32,7 +32,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         _check_count(state, len(body.prompt) * (body.n or 1))
     special = body.add_special_tokens is not False
     prompts = [
-        await state.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        await state.encode(prompt, add_special_tokens=special, param="prompt") if isinstance(prompt, str) else prompt
         for prompt in body.prompt
     ]
     asked = body.to_sampling()
@@ -73,12 +73,11 @@ class _Writer:
         return self._envelope.wrap(choices, usage=self._usage())
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        more: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
         async with contextlib.aclosing(self._flight.pieces()) as pieces:
             async for piece in pieces:
                 choice = self._choice(piece.choice, piece.delta)
                 if choice["text"] or choice["logprobs"] or choice["finish_reason"]:
-                    yield self._envelope.wrap([choice], **more)
+                    yield self._envelope.wrap([choice], **usage_of_chunk(self._body, self._usage))
         if self._body.include_usage:
             yield self._envelope.wrap([], usage=self._usage())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from launch.http.adapter_paths import MAX_NAME_CHARS
 from plora_jax.adapters.adapter import AdapterError
 from plora_jax.engine.errors import (
     AdapterExistsError,
@@ -20,6 +22,7 @@ from plora_jax.engine.errors import (
 )
 from plora_jax.engine.params import RequestError
 from plora_jax.tokenizer import ChatError
+from plora_jax.wording import shortened
 
 _logger = logging.getLogger(__name__)
 
@@ -35,6 +38,12 @@ _TYPES = {
 }
 
 
+_UNREADABLE = "There was an error parsing the body"
+"""What FastAPI says of a body for which its JSON reader raised anything but an error of syntax."""
+
+_MAX_DIGITS = sys.get_int_max_str_digits()
+
+
 class ApiError(Exception):
     """An answer that is an error.
 
@@ -48,6 +57,8 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
     ) -> None:
+        # A client's own text may be in it, with halves of surrogate pairs, which no answer can hold.
+        message = message.encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.status, self.message, self.param, self.headers = status, message, param, headers or {}
 
@@ -60,7 +71,7 @@ class ApiError(Exception):
 
 
 def model_not_found(name: str) -> ApiError:
-    return ApiError(404, f"The model `{name}` does not exist.", param="model")
+    return ApiError(404, f"The model `{shortened(name, MAX_NAME_CHARS)}` does not exist.", param="model")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -83,6 +94,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error))
         case GenerationFailedError():
             return ApiError(500, str(error))
+        case HTTPException() if error.detail == _UNREADABLE:
+            return ApiError(400, _why_unreadable(error.__cause__))
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
         case RequestValidationError():
@@ -103,6 +116,20 @@ def install_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, handle)
     app.add_exception_handler(RequestValidationError, handle)
     app.add_exception_handler(Exception, handle)
+
+
+def _why_unreadable(cause: BaseException | None) -> str:
+    """Why a body could not be read as JSON, where the reader does not say it itself."""
+    match cause:
+        case UnicodeDecodeError():
+            where = f"byte 0x{cause.object[cause.start]:02X} at position {cause.start}"
+            return f"The body is not valid JSON: {where} is not valid UTF-8."
+        case RecursionError():
+            return "The body is not JSON that this server reads: its arrays and objects are nested too deeply."
+        case ValueError():
+            return f"The body is not JSON that this server reads: a number has over {_MAX_DIGITS} digits."
+        case _:
+            return "The body could not be read."
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:

@@ -128,6 +128,10 @@ class Metrics(Collector):
             "vllm:prompt_tokens": ("Prompt tokens processed.", stats.prompt_tokens),
             "vllm:generation_tokens": ("Tokens generated.", stats.generation_tokens),
             "vllm:num_preemptions": ("Sequences sent back to wait because KV pages ran out.", stats.preemptions),
+            "plora:nonfinite_logits": (
+                "Completions that ended with an error because their logits were not finite.",
+                stats.overflowed,
+            ),
             "plora:suspensions": ("Preemptions that kept keys and values in the pool.", stats.suspensions),
             "plora:restores": ("KV pages brought back from the pool to be filled on.", stats.restores),
         }

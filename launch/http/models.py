@@ -28,16 +28,19 @@ async def get_model(model: str, request: Request) -> dict[str, Any]:
 
 
 def _cards(state: ServerState) -> list[dict[str, Any]]:
-    base = [_card(state, name, root=state.model_root, parent=None) for name in state.model_names]
+    base = [_card(state, name, root=state.model_root, parent=None, created=state.created) for name in state.model_names]
     parent = state.model_names[0]
-    return base + [_card(state, a.name, root=a.path or a.name, parent=parent) for a in state.engine.adapters()]
+    return base + [
+        _card(state, a.name, root=a.path or a.name, parent=parent, created=int(state.epoch_s + a.loaded_s))
+        for a in state.engine.adapters()
+    ]
 
 
-def _card(state: ServerState, name: str, *, root: str, parent: str | None) -> dict[str, Any]:
+def _card(state: ServerState, name: str, *, root: str, parent: str | None, created: int) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": state.created,
+        "created": created,
         "owned_by": "plora_jax",
         "root": root,
         "parent": parent,

@@ -13,10 +13,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 
 from launch.http.errors import ApiError
 from plora_jax.engine.params import MAX_LOGPROBS, SamplingParams
+from plora_jax.wording import in_json
 
 
 def _absent(value: Any) -> bool:
     return not value
+
+
+def _unset(value: Any) -> bool:
+    return value is None
 
 
 # Fields that are refused, and which values of them ask for nothing.
@@ -25,8 +30,12 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("tool_choice", "function_call"), lambda value: value in (None, "none")),
     "response_format": lambda value: value is None or (isinstance(value, dict) and value.get("type") == "text"),
     "modalities": lambda value: value in (None, [], ["text"]),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _absent),
-    **dict.fromkeys(("structured_outputs", "use_beam_search", "prompt_embeds", "logits_processors"), _absent),
+    # An empty schema asks for JSON all the same.
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+        _unset,
+    ),
+    **dict.fromkeys(("use_beam_search", "prompt_embeds", "logits_processors"), _absent),
     **dict.fromkeys(
         ("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "documents", "chat_template"), _absent
     ),
@@ -38,13 +47,15 @@ def _stop_list(value: Any) -> Any:
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends.
+    """Token counts in a stream.
 
     Attributes:
-        include_usage: send the token counts in a chunk of their own before the end.
+        include_usage: send them in a chunk of their own before the end.
+        continuous_usage_stats: and in every chunk, as far as the request is by then, all its completions together.
     """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(BaseModel):
@@ -100,6 +111,10 @@ class GenerationRequest(BaseModel):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
     def sampling(self, **overrides: Any) -> SamplingParams:
         """The options of the engine that this request names; `overrides` stand over its fields."""
         values = {name: getattr(self, name) for name in _PASSED if getattr(self, name) is not None} | overrides
@@ -144,7 +159,9 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of > (self.n or 1):
-            message = f"best_of above n is not supported by this server: got {self.best_of} with n {self.n or 1}."
+            message = (
+                f"best_of above n is not supported by this server: got {in_json(self.best_of)} with n {self.n or 1}."
+            )
             raise ApiError(400, message, param="best_of")
         return self
 
@@ -165,6 +182,7 @@ class CompletionRequest(GenerationRequest):
 _NOT_FOR_TEMPLATES = {
     "template": "the server's template is used",
     "add_generation_prompt": "give it as a field of the request",
+    "messages": "give them as a field of the request",
 }
 
 
@@ -184,14 +202,14 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true.", param="top_logprobs")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
-            message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}."
+            message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {in_json(self.top_logprobs)}."
             raise ApiError(400, message, param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt cannot both be true."
             raise ApiError(400, message, param="continue_final_message")
         for name, instead in _NOT_FOR_TEMPLATES.items():
             if name in (self.chat_template_kwargs or {}):
-                message = f"chat_template_kwargs may not hold {name!r}; {instead}."
+                message = f"chat_template_kwargs may not hold '{name}'; {instead}."
                 raise ApiError(400, message, param="chat_template_kwargs")
         for index, message in enumerate(self.messages):
             _check_message(index, message)

@@ -14,6 +14,7 @@ from launch.http.config import HttpConfig
 from launch.http.errors import ApiError, model_not_found
 from launch.http.metrics import Metrics
 from plora_jax.tokenizer import Tokenizer
+from plora_jax.wording import lone_surrogate
 
 if TYPE_CHECKING:
     from launch.http.flight import Flight
@@ -38,6 +39,7 @@ class ServerState:
         chat_template: Jinja text or a name of the tokenizer's; None for its default.
         metrics: what /metrics shows.
         created: unix time of the start, s.
+        epoch_s: unix time at which the engine's clock stood at 0.
         flights: requests that generate now.
         draining: the server is going down and takes nothing new.
     """
@@ -53,6 +55,10 @@ class ServerState:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     flights: set[Flight] = dataclasses.field(default_factory=set)
     draining: bool = False
+    epoch_s: float = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.epoch_s = time.time() - self.engine.clock.now()
 
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that `model` names, None for the base; whether it exists shows when it is used."""
@@ -71,17 +77,20 @@ class ServerState:
         if not self.engine.healthy:
             raise ApiError(503, "The engine is dead; see the server's log.")
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Token ids of a text.
+
+        Args:
+            text: to encode.
+            add_special_tokens: put those around it that the model expects.
+            param: the request's field that the text comes from.
 
         Raises:
             ApiError: the text holds half of a surrogate pair, which JSON can write and UTF-8 cannot.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = f"U+{ord(text[error.start]):04X}"
-            raise ApiError(400, f"The text is not valid Unicode: lone surrogate {half}.") from error
+        half = lone_surrogate(text)
+        if half is not None:
+            raise ApiError(400, f"{param} is not valid Unicode: lone surrogate {half}.", param=param)
         if len(text) <= _LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)

@@ -11,6 +11,7 @@ from launch.http.chat import render_prompt
 from launch.http.errors import ApiError
 from launch.http.protocol import ChatRequest
 from launch.http.state import state_of
+from plora_jax.wording import in_json
 
 router = APIRouter()
 
@@ -47,11 +48,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
     if body.prompt is not None:
-        ids = await state.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        ids = await state.encode(body.prompt, add_special_tokens=special, param="prompt")
     else:
         chat = ChatRequest.model_validate(body.model_dump(exclude={"prompt", "return_token_strs"}))
         text = render_prompt(state.tokenizer, chat, template=state.chat_template)
-        ids = await state.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        ids = await state.encode(text, add_special_tokens=bool(body.add_special_tokens), param="messages")
     texts = [state.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids, "token_strs": texts}
 
@@ -64,5 +66,5 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
     size = state.engine.vocab_size
     outside = next((t for t in body.tokens if not 0 <= t < size), None)
     if outside is not None:
-        raise ApiError(400, f"Token id {outside} is out of vocabulary: ids are below {size}.", param="tokens")
+        raise ApiError(400, f"Token id {in_json(outside)} is out of vocabulary: ids are below {size}.", param="tokens")
     return {"prompt": state.decode_all(body.tokens)}

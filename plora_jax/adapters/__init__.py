@@ -5,7 +5,7 @@ adapter.modules[ModuleId(0, "q_proj")].a
 """
 
 from plora_jax.adapters.adapter import EMBEDDING, HEAD, OUTSIDE, Adapter, AdapterError, LoraMatrices, ModuleId
-from plora_jax.adapters.load import load_adapter
+from plora_jax.adapters.load import check_adapter_files, load_adapter
 from plora_jax.adapters.matrices import module_size
 from plora_jax.adapters.orbax import restore_adapter, save_adapter_orbax
 from plora_jax.adapters.peft import load_peft_adapter
@@ -22,6 +22,7 @@ __all__ = [
     "LoraRules",
     "ModuleId",
     "ModuleRule",
+    "check_adapter_files",
     "load_adapter",
     "load_peft_adapter",
     "module_rule",

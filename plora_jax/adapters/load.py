@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from plora_jax.adapters.adapter import Adapter
-from plora_jax.adapters.files import CONFIG_FILE
+from plora_jax.adapters.files import CONFIG_FILE, check_directory
 from plora_jax.adapters.orbax import is_adapter_checkpoint, restore_adapter
 from plora_jax.adapters.outer import BaseWeights
 from plora_jax.adapters.peft import load_peft_adapter
@@ -41,8 +41,23 @@ def load_adapter(
         AdapterError: files that cannot be read, or an adapter that cannot be served exactly on this base model.
     """
     directory = Path(path)
-    if is_adapter_checkpoint(directory) and not (directory / CONFIG_FILE).exists():
+    if _is_checkpoint_only(directory):
         return restore_adapter(directory, name=name, config=config, max_lora_rank=max_lora_rank, dtype=dtype)
     return load_peft_adapter(
         directory, name=name, config=config, max_lora_rank=max_lora_rank, dtype=dtype, base_weights=base_weights
     )
+
+
+def check_adapter_files(path: str | Path, *, name: str) -> None:
+    """Looks whether `load_adapter` would find the files of an adapter; opens none.
+
+    Raises:
+        FileNotFoundError, AdapterError: as `load_adapter`, where they are not there.
+    """
+    directory = Path(path)
+    if not _is_checkpoint_only(directory):
+        check_directory(directory, name=name)
+
+
+def _is_checkpoint_only(directory: Path) -> bool:
+    return is_adapter_checkpoint(directory) and not (directory / CONFIG_FILE).exists()

@@ -18,6 +18,7 @@ import numpy as np
 
 from plora_jax.adapters.adapter import AdapterError
 from plora_jax.adapters.patterns import anchored, check_pattern
+from plora_jax.wording import in_json
 
 PEFT_DEFAULT_RANK = 8
 PEFT_DEFAULT_ALPHA = 8
@@ -109,7 +110,9 @@ class _Reader:
         self.name = name
 
     def error(self, field: str, value: Any, allowed: str) -> AdapterError:
-        return AdapterError(f"adapter {self.name!r}: {field} in adapter_config.json is {value!r}; it must be {allowed}")
+        return AdapterError(
+            f"adapter {self.name!r}: {field} in adapter_config.json is {in_json(value)}; it must be {allowed}"
+        )
 
     def rank(self, field: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_RANK:

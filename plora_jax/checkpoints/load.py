@@ -47,8 +47,8 @@ def find_model(path_or_name: str | Path) -> Path:
     path = Path(path_or_name).expanduser()
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist; give a Hugging Face directory, a .gguf file, an Orbax checkpoint directory, "
-            f"or {DEFAULT_MODEL!r} for the default model"
+            f"{path} does not exist, and nothing is downloaded; give a local Hugging Face directory, a .gguf file, an "
+            f"Orbax checkpoint directory, or {DEFAULT_MODEL!r} for the default model"
         )
     if path.is_file():
         if path.suffix == ".gguf":

@@ -32,6 +32,7 @@ class AdapterStatus:
         strategy: LoRA strategy that serves it.
         pinned: it does not leave the device for another adapter.
         in_flight: sequences that asked for it and have not ended.
+        loaded_s: clock time of this load.
         last_used_s: clock time of the last request, None where there was none.
         reason: why that strategy, one line; None where nobody plans.
     """
@@ -45,6 +46,7 @@ class AdapterStatus:
     strategy: str
     pinned: bool
     in_flight: int
+    loaded_s: float
     last_used_s: float | None
     reason: str | None = None
 
@@ -55,6 +57,7 @@ class _Load:
     adapter_id: int
     path: str | None
     rank: int
+    loaded_s: float
     in_flight: int = 0
     last_used_s: float | None = None
     retired: bool = False
@@ -66,7 +69,7 @@ class AdapterTable:
     Args:
         store: keeps the matrices.
         base_name: name of the base model, which no adapter may take.
-        clock: for the time of last use.
+        clock: for the times of loads and of last use.
         post: runs a function on the engine's thread, soon.
         reasons: why adapters are served as they are; None while nobody plans.
     """
@@ -106,7 +109,7 @@ class AdapterTable:
         try:
             adapter = read()
             self._store.put(adapter, pinned=pinned)
-            load = _Load(name, adapter.identity, adapter.path, adapter.max_rank)
+            load = _Load(name, adapter.identity, adapter.path, adapter.max_rank, self._clock.now())
             # Once it has its name, another thread may unload it.
             status = self._status(load, None)
             with self._lock:
@@ -228,6 +231,7 @@ class AdapterTable:
             strategy=placement.strategy,
             pinned=placement.pinned,
             in_flight=load.in_flight,
+            loaded_s=load.loaded_s,
             last_used_s=load.last_used_s,
             reason=None if reasons is None else _reason(reasons.short(load.adapter_id), placement),
         )

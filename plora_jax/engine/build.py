@@ -16,7 +16,8 @@ from memory_pool.adapter_pool import AdapterPool
 from memory_pool.kv_pool import KvPool
 from memory_pool.layout import PageLayout
 from memory_pool.ledger import Ledger
-from memory_pool.link import TENSOR_AXIS
+from memory_pool.link import TENSOR_AXIS, AllocationError
+from memory_pool.machine_memory import device_bytes, host_bytes
 from memory_pool.near_unit import NearDataUnit
 from memory_pool.page_memory import PageMemory
 from memory_pool.pages import PageAllocator
@@ -32,6 +33,7 @@ from plora_jax.engine.compile import use_persistent_cache
 from plora_jax.engine.engine import Engine
 from plora_jax.engine.engine_config import EngineConfig
 from plora_jax.engine.executor import JaxExecutor
+from plora_jax.engine.memory_budgets import Room, allocation_problem, memory_problems
 from plora_jax.engine.near_guard import AttentionChoice, NearDataGuard, backend_problems
 from plora_jax.engine.planning import EnginePlanner
 from plora_jax.engine.traffic import LAYER_GROUPS
@@ -149,7 +151,8 @@ def build_engine(
     if problem := quantization_problem(parallel.config, config.quantization):
         raise ValueError(problem)
     mesh, report = _mesh(config.tensor_parallel_size), probe()
-    if problems := backend_problems(config, report):
+    room = Room(host_bytes(), device_bytes(mesh.devices.flat[0]), pool_on_device=report.emulation is not None)
+    if problems := [*backend_problems(config, report), *memory_problems(config, room)]:
         raise ValueError("; ".join(problems))
     loaded = load_model(
         config.model, dtype=config.dtype, progress=progress.advance, sharding_of=parallel.sharding_of(mesh)
@@ -158,7 +161,10 @@ def build_engine(
     dtype = np.dtype(params["embedding"].dtype)
     layout = page_layout(parallel, config, dtype=dtype)
     sizes, limits = _sizes(config, layout), _limits(config, loaded.config, layout)
-    memory = PageMemory(layout, mesh, pool_devices=config.pool_devices, near=report.near_data, **sizes._asdict())
+    try:
+        memory = PageMemory(layout, mesh, pool_devices=config.pool_devices, near=report.near_data, **sizes._asdict())
+    except AllocationError as error:
+        raise ValueError(allocation_problem(config, error, pool_on_device=room.pool_on_device)) from error
     pages, ledger = PoolPages(config.pool_devices, sizes.pool_pages), Ledger()
     longest = -(-limits.max_model_len // config.page_tokens)
     adapters = _adapter_pool(config, memory, pages, ledger=ledger, keep_for_kv=longest)

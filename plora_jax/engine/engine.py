@@ -254,7 +254,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and gauges of now. Any thread."""
         scheduler = self._scheduler.stats()
-        prompt_tokens, generation_tokens, finished = self._recorder.counters()
+        prompt_tokens, generation_tokens, finished, overflowed = self._recorder.counters()
         in_step = self._scheduler.running
         waits = [seq for seq in self._loop.sequences() if seq not in in_step]
         running, waiting = (
@@ -271,6 +271,7 @@ class Engine:
             prompt_tokens=prompt_tokens,
             generation_tokens=generation_tokens,
             finished=finished,
+            overflowed=overflowed,
             running_adapters=running,
             waiting_adapters=waiting,
         )

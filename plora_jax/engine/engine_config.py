@@ -56,7 +56,7 @@ class EngineConfig:
         device_adapter_mb: device memory for adapters, MB of 2^20 bytes, of each device.
         device_kv_mb: device memory for KV pages, MB of 2^20 bytes, of each device.
         page_tokens: tokens of a KV page; a power of two, at most 128.
-        compilation_cache_dir: where compiled programs are kept between runs; None keeps none.
+        compilation_cache_dir: where compiled programs are kept between runs; an empty one keeps none.
     """
 
     model: str = DEFAULT_MODEL

@@ -26,7 +26,7 @@ from plora_jax.engine.outputs import TokenLogprobs
 from plora_jax.engine.packing import PackedArrays
 from plora_jax.engine.plan import KvLostError, Row, RowResult, StepPlan
 from plora_jax.engine.plan import Sequence as PlannedSequence
-from plora_jax.engine.step import PromptLogprobs, StepResult, StepSetting, make_step
+from plora_jax.engine.step import OVERFLOWED, PromptLogprobs, StepResult, StepSetting, make_step
 from plora_jax.engine.traffic import StepTraffic
 from plora_jax.model import Decoder, Params, pack_params, packed_specs
 from strategies.kernel_tables import Kernels, choose_kernels
@@ -179,7 +179,7 @@ class JaxExecutor:
                 self._ledger.add(crossing, moved_bytes=size.moved, useful_bytes=size.useful)
         self.meanwhile()
         with annotate(annotations.RESULTS):
-            return _unpack(plan.rows, result, built, decode_rows=bucket.decode_rows)
+            return self._unpack(plan.rows, result, built, decode_rows=bucket.decode_rows)
 
     def send(self, bucket: Bucket, built: BuiltStep) -> dict[str, Any]:
         """The words of a step's parcels; those that did not change since they were last sent are there already."""
@@ -206,6 +206,27 @@ class JaxExecutor:
         """Bytes of the base weights as they are kept, by name; those of layers by projection, all layers together."""
         flat = {**{name: w for name, w in self._params.items() if name != "layers"}, **self._params["layers"]}
         return {name: sum(leaf.nbytes for leaf in jax.tree.leaves(weight)) for name, weight in flat.items()}
+
+    def _unpack(
+        self, rows: Sequence[Row], result: StepResult, built: BuiltStep, *, decode_rows: int
+    ) -> list[RowResult]:
+        # The wide arrays stay on the device unless somebody asked for them.
+        token_ids = np.asarray(result.sampled.token_ids).tolist()
+        top = jax.device_get(result.sampled) if built.sampling.any_logprobs else None
+        prompt = None if built.prompt_targets is None else jax.device_get(result.prompt)
+        out = []
+        for row, index, first in zip(rows, built.sampled, built.firsts, strict=True):
+            token_id = token_ids[index] if index >= 0 else None
+            if token_id == OVERFLOWED:
+                out.append(RowResult(None, None, (), overflowed=str(self._dtype)))
+                continue
+            logprobs = None
+            wanted = row.sequence.sampling.logprobs
+            if token_id is not None and wanted is not None and top is not None:
+                logprobs = _entry(token_id, top.logprobs[index], top.top_ids[index], top.top_logprobs[index], wanted)
+            scored = () if prompt is None else _prompt_entries(row, prompt, built.prompt_targets, first - decode_rows)
+            out.append(RowResult(token_id, logprobs, scored))
+        return out
 
     def _placed(self, adapter_id: int) -> PlacedAdapter:
         assert self._adapters is not None, adapter_id
@@ -269,23 +290,6 @@ class JaxExecutor:
 def _control(parcel: str) -> Crossing:
     """What the words of a parcel for the pool are counted as."""
     return Crossing("control", "attention" if parcel == "kv" else "lora", "to_pool", "step")
-
-
-def _unpack(rows: Sequence[Row], result: StepResult, built: BuiltStep, *, decode_rows: int) -> list[RowResult]:
-    # The wide arrays stay on the device unless somebody asked for them.
-    token_ids = np.asarray(result.sampled.token_ids).tolist()
-    top = jax.device_get(result.sampled) if built.sampling.any_logprobs else None
-    prompt = None if built.prompt_targets is None else jax.device_get(result.prompt)
-    out = []
-    for row, index, first in zip(rows, built.sampled, built.firsts, strict=True):
-        token_id = token_ids[index] if index >= 0 else None
-        logprobs = None
-        wanted = row.sequence.sampling.logprobs
-        if token_id is not None and wanted is not None and top is not None:
-            logprobs = _entry(token_id, top.logprobs[index], top.top_ids[index], top.top_logprobs[index], wanted)
-        scored = () if prompt is None else _prompt_entries(row, prompt, built.prompt_targets, first - decode_rows)
-        out.append(RowResult(token_id, logprobs, scored))
-    return out
 
 
 def _entry(token_id: int, logprob: Any, top_ids: np.ndarray, top_logprobs: np.ndarray, wanted: int) -> TokenLogprobs:

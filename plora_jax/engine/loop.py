@@ -19,6 +19,7 @@ from plora_jax.engine.clock import Clock
 from plora_jax.engine.errors import EngineDeadError, OverloadedError
 from plora_jax.engine.generation import Generation, Waiter, wake
 from plora_jax.engine.outputs import Delta
+from plora_jax.engine.overflows import Overflows
 from plora_jax.engine.placement import PlacementPlanner
 from plora_jax.engine.plan import Executor, KvLostError, Row, RowResult, Sequence, StepPlan
 from plora_jax.engine.scheduler import Scheduler
@@ -103,6 +104,7 @@ class EngineLoop:
         self._undelivered: list[tuple[Row, RowResult]] = []
         self._waiters: list[Waiter] = []
         self._textless: list[tuple[int, str]] = []  # identities, and why
+        self._overflows = Overflows()
         executor.meanwhile = self._deliver
         self._dead: str | None = None
         self._closing = False
@@ -245,9 +247,13 @@ class EngineLoop:
             with annotate(annotations.DELIVER):
                 for row, result in done:
                     live = self._live.get(row.sequence.seq_id)
-                    if live is not None and live.stream.goes_on(result):
+                    if live is None:
+                        continue
+                    if result.overflowed is not None:
+                        self._fail_overflowed(live, result.overflowed)
+                    elif live.stream.goes_on(result):
                         self._undelivered.append((row, result))
-                    elif live is not None:
+                    else:
                         self._advance(row, result)
                 self._wake_waiters()
             if self._thread is None:
@@ -413,6 +419,11 @@ class EngineLoop:
         for seq_id, live in list(self._live.items()):
             if which(live):
                 self._end(seq_id, live.stream.abort())
+
+    def _fail_overflowed(self, live: Live, dtype: str) -> None:
+        seq = live.stream.sequence
+        self._recorder.overflowed()
+        self._fail(seq.seq_id, self._overflows.reason(seq.adapter_id, live.generation.adapter, dtype=dtype))
 
     def _fail(self, seq_id: int, why: str) -> None:
         if seq_id in self._live:

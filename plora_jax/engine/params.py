@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from plora_jax.wording import in_json
+
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BIAS_ENTRIES = 512
@@ -79,7 +81,7 @@ class SamplingParams:
 
         def need(ok: bool, param: str, allowed: str) -> None:
             if not ok:
-                raise RequestError(f"{param} must be {allowed}, got {getattr(self, param)!r}.", param)
+                raise RequestError(f"{param} must be {allowed}, got {in_json(getattr(self, param))}.", param)
 
         finite = math.isfinite
         need(1 <= self.n <= MAX_N, "n", f"between 1 and {MAX_N}")
@@ -101,7 +103,11 @@ class SamplingParams:
         known, ids = range(vocab_size), f"ids below the vocabulary size {vocab_size}"
         need(all(t in known for t in self.stop_token_ids), "stop_token_ids", ids)
         need(all(t in known for t in self.logit_bias), "logit_bias", ids)
-        need(all(-100 <= b <= 100 for b in self.logit_bias.values()), "logit_bias", "values between -100 and 100")
+        need(
+            all(-100 <= b <= 100 for b in self.logit_bias.values()),
+            "logit_bias",
+            "an object with values between -100 and 100",
+        )
         longer, other = sorted(("logit_bias", "stop_token_ids"), key=lambda param: -len(getattr(self, param)))
         entries, most = len(self.logit_bias) + len(self.stop_token_ids), MAX_BIAS_ENTRIES - 16
         need(entries <= most, longer, f"at most {most} entries, those of {other} counted")

@@ -87,11 +87,13 @@ class RowResult(NamedTuple):
         logprobs: at the drawn token, where sampling.logprobs is not None.
         prompt_logprobs: for prefill rows that ask: entries for the prompt tokens at positions start+1 ..
             start+count that exist (the logits at position p score the token at p+1); empty otherwise.
+        overflowed: the dtype that the row's numbers overflowed, so that it samples no token; None where they did not.
     """
 
     token_id: int | None
     logprobs: TokenLogprobs | None
     prompt_logprobs: SequenceOf[TokenLogprobs]
+    overflowed: str | None = None
 
 
 class KvLostError(RuntimeError):

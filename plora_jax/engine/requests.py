@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 
 from plora_jax.engine.params import RequestError, SamplingParams
 from plora_jax.engine.plan import Sequence
+from plora_jax.wording import in_json
 
 
 def resolve_request(
@@ -32,7 +33,7 @@ def resolve_request(
         raise RequestError("prompt must hold at least one token", "prompt")
     outside = next((t for t in prompt_ids if not 0 <= t < vocab_size), None)
     if outside is not None:
-        raise RequestError(f"Token id {outside} is out of vocabulary: ids are below {vocab_size}.", "prompt")
+        raise RequestError(f"Token id {in_json(outside)} is out of vocabulary: ids are below {vocab_size}.", "prompt")
     context = f"This model's maximum context length is {max_model_len} tokens. However, "
     if prompt >= max_model_len or sampling.max_tokens is None:
         if prompt >= max_model_len:
@@ -45,8 +46,8 @@ def resolve_request(
     assert sampling.max_tokens is not None
     if prompt + sampling.max_tokens > max_model_len:
         raise RequestError(
-            f"{context}you requested {prompt + sampling.max_tokens} tokens ({prompt} in the prompt, "
-            f"{sampling.max_tokens} in max_tokens). Please reduce the length of the prompt or max_tokens.",
+            f"{context}you requested {in_json(prompt + sampling.max_tokens)} tokens ({prompt} in the prompt, "
+            f"{in_json(sampling.max_tokens)} in max_tokens). Please reduce the length of the prompt or max_tokens.",
             "max_tokens",
         )
     if sampling.min_tokens > sampling.max_tokens:

@@ -153,7 +153,8 @@ class Scheduler:
             if seq.seq_id not in self._by_id:
                 continue
             seq.computed += row.count
-            if row.samples:
+            # One that overflowed has no token; it is removed before the next step.
+            if row.samples and result.overflowed is None:
                 assert result.token_id is not None, f"sequence {seq.seq_id} drew no token"
                 seq.output_ids.append(result.token_id)
         return done

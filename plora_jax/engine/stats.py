@@ -27,6 +27,7 @@ class EngineStats(NamedTuple):
         prompt_tokens: prompt tokens of requests that drew their first token.
         generation_tokens: tokens drawn.
         finished: completions that ended, by finish_reason.
+        overflowed: completions that ended because their logits were not finite.
         running_adapters: names of adapters that running sequences use.
         waiting_adapters: names of adapters that waiting sequences ask for.
     """
@@ -40,6 +41,7 @@ class EngineStats(NamedTuple):
     prompt_tokens: int
     generation_tokens: int
     finished: Mapping[str, int]
+    overflowed: int
     running_adapters: tuple[str, ...]
     waiting_adapters: tuple[str, ...]
 
@@ -76,6 +78,7 @@ class Recorder:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._finished: collections.Counter[str] = collections.Counter()
+        self._overflowed = 0
 
     def scheduled(self, generation: Generation, now: float) -> None:
         """A sequence of the request is part of a step."""
@@ -108,14 +111,18 @@ class Recorder:
         self._observe("prompt_tokens", generation.prompt_tokens)
         self._observe("e2e_s", now - generation.times.arrival_s)
 
+    def overflowed(self) -> None:
+        """A sequence has no finite logits."""
+        self._overflowed += 1
+
     def planned(self, seconds: float) -> None:
         """A plan was made and holds now."""
         self._observe("planner_s", seconds)
 
-    def counters(self) -> tuple[int, int, dict[str, int]]:
-        """(prompt tokens, generation tokens, ended completions by reason)."""
+    def counters(self) -> tuple[int, int, dict[str, int], int]:
+        """(prompt tokens, generation tokens, ended completions by reason, those without finite logits)."""
         with self._lock:
-            return self._prompt_tokens, self._generation_tokens, dict(self._finished)
+            return self._prompt_tokens, self._generation_tokens, dict(self._finished), self._overflowed
 
     def take(self) -> Observations:
         """The measurements since the last call."""

@@ -43,8 +43,17 @@ class PromptLogprobs(NamedTuple):
     top_logprobs: Any
 
 
+OVERFLOWED = -1
+"""Stands for the token of a row whose numbers overflowed, so that no array of its own has to come back."""
+
+
 class StepResult(NamedTuple):
-    """What comes back to the host."""
+    """What comes back to the host.
+
+    Attributes:
+        sampled: what was drawn; the token is OVERFLOWED where the row has no finite logits to draw from.
+        prompt: scores of prompt tokens.
+    """
 
     sampled: SampledRows
     prompt: PromptLogprobs
@@ -148,6 +157,27 @@ class PagedContext:
 
         with jax.named_scope(any_scope("embed")):
             return lax.cond(apply.is_used(self._inputs.lora["embed"]), serve, nothing, tokens)
+
+    def is_finite(self, hidden_BD: jax.Array, logits_BV: jax.Array) -> jax.Array:
+        """[B] bool, rows whose numbers did not overflow anywhere.
+
+        The final norm gives zeros where the squares that it sums overflow, and NaN stays NaN; what it gives else is
+        bounded, so that after it only an adapter of the head can overflow. The logits are not read without one.
+
+        Args:
+            hidden_BD: sampled rows after the final norm.
+            logits_BV: theirs, whole.
+        """
+        squares_B = jnp.sum(jnp.square(hidden_BD.astype(jnp.float32)), axis=1)
+        finite_B = (squares_B > 0) & jnp.isfinite(squares_B)
+        if not self._setting.max_rank:
+            return finite_B
+        return finite_B & lax.cond(
+            apply.is_used(self._inputs.lora["head"]),
+            lambda logits: jnp.all(jnp.isfinite(logits), axis=1),
+            lambda logits: jnp.ones(logits.shape[:1], bool),
+            logits_BV,
+        )
 
     def adapt_logits(
         self, logits: jax.Array, hidden: jax.Array, phase: str, owners: Mapping[str, Any] | None = None
@@ -287,6 +317,8 @@ def make_step(
             logits = decoder.logits(params, rows, adapt=lambda logits: context.adapt_logits(logits, rows, "head"))
         with jax.named_scope(scopes.SAMPLE):
             sampled = sample(logits, sampling)
+            token_ids = jnp.where(context.is_finite(rows, logits), sampled.token_ids, OVERFLOWED)
+            sampled = sampled._replace(token_ids=token_ids)
         prompt = _prompt_logprobs(decoder, params, hidden[tokens.decode.positions.shape[0] :], inputs, context)
         return kv, StepResult(sampled, prompt)
 

@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from plora_jax.tokenizer.tokenizer import Tokenizer
+from plora_jax.wording import in_json
 
 _RESERVED = frozenset({"messages", "add_generation_prompt"})
 
@@ -60,13 +61,19 @@ def render_chat(
     if not plain:
         raise ChatError("messages is empty; a chat needs at least one message.")
     variables: dict[str, Any] = {"tools": None, "documents": None, **tokenizer.special_tokens, **kwargs}
+    check_syntax(source)
     try:
-        compiled = _compile(source)
-        return compiled.render(messages=plain, add_generation_prompt=add_generation_prompt, **variables)
-    except jinja2.TemplateSyntaxError as error:
-        raise ChatError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+        return _compile(source).render(messages=plain, add_generation_prompt=add_generation_prompt, **variables)
     except Exception as error:  # a template is a program: on odd messages it may fail in any way
         raise ChatError(f"the chat template cannot render these messages: {error}") from error
+
+
+def check_syntax(template: str) -> None:
+    """Raises ChatError where a template is not valid Jinja."""
+    try:
+        _compile(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
 
 
 def _template_source(tokenizer: Tokenizer, template: str | None) -> str:
@@ -83,12 +90,12 @@ def _template_source(tokenizer: Tokenizer, template: str | None) -> str:
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with its content as one string."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ChatError(f"messages[{index}] must be an object with a role, got {message!r}.")
+        raise ChatError(f"messages[{index}] must be an object with a role, got {in_json(message)}.")
     content = message.get("content")
     if content is None or isinstance(content, str):
         return dict(message)
     if not isinstance(content, (list, tuple)):
-        raise ChatError(f"messages[{index}].content must be a string or a list of parts, got {content!r}.")
+        raise ChatError(f"messages[{index}].content must be a string or a list of parts, got {in_json(content)}.")
     texts = [_part_text(f"messages[{index}].content[{i}]", part) for i, part in enumerate(content)]
     return {**message, "content": "\n".join(texts)}
 
@@ -98,9 +105,9 @@ def _part_text(where: str, part: Any) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind != "text":
-        raise ChatError(f"{where} has type {kind!r}; this model reads only parts of type 'text'.")
+        raise ChatError(f'{where} has type {in_json(kind)}; this model reads only parts of type "text".')
     if not isinstance(part.get("text"), str):
-        raise ChatError(f"{where}.text must be a string, got {part.get('text')!r}.")
+        raise ChatError(f"{where}.text must be a string, got {in_json(part.get('text'))}.")
     return part["text"]
 
 

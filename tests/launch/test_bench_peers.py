@@ -116,7 +116,7 @@ def test_driver_that_takes_too_long_or_says_nothing_is_given_up(toy):
 SERVER = """#!{python}
 import http.server, json, sys, time
 if "--version" in sys.argv:
-    print("version: 1 (toy)")
+    print("load_backend: loaded CPU backend\\nversion: 1 (toy)\\nbuilt with GNU 12.2.0 for Linux", file=sys.stderr)
     sys.exit()
 class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args): pass
@@ -146,8 +146,8 @@ def test_llama_server_is_started_measured_and_ended(tmp_path):
     assert len(result.tokens_per_s) == 2
     assert result.version == "llama.cpp version: 1 (toy), GGUF as it is"
     assert result.median > 0
-    binary.write_text(f"#!{sys.executable}\nimport sys; sys.exit(3)\n")
-    with pytest.raises(PeerError, match="ended with code 3 before it was ready"):
+    binary.write_text(f"#!{sys.executable}\nimport sys\nprint('a\\nno\\nsuch\\nmodel', file=sys.stderr)\nsys.exit(3)\n")
+    with pytest.raises(PeerError, match=r"ended with code 3 before it was ready: no \| such \| model$"):
         run_system("llama.cpp", PeerCase(2, 0), files, config)
 
 

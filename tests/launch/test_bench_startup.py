@@ -69,7 +69,7 @@ def test_medians_are_of_phases_and_kinds_stand_side_by_side():
             "--output_json '/nowhere/x.json' is in a directory that does not exist",
         ),
         ({}, {"max_num_seqs": 0}, "max_num_seqs"),
-        ({"cold_runs": 0}, {"model": "/nowhere"}, "/nowhere does not exist; give a "),
+        ({"cold_runs": 0}, {"model": "/nowhere"}, "/nowhere does not exist, and nothing is downloaded; give a "),
         ({"timeout_s": 1, "cold_runs": 0}, {}, "a start took more than 1 s: raise --timeout_s"),
     ],
 )

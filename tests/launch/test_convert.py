@@ -108,6 +108,5 @@ def test_convert_command_line_fails_with_one_line(tmp_path: pathlib.Path) -> Non
         command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False
     )
     assert done.returncode == 2
-    error = done.stderr.strip().splitlines()[-1]
-    assert error.startswith(f"error: {tmp_path / 'no'} does not exist; give a Hugging Face directory")
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith(f"error: {tmp_path / 'no'} does not exist, and nothing is downloaded; give a local")
+    assert done.stderr.count("\n") == 1

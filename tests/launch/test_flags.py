@@ -64,6 +64,14 @@ def test_help_is_the_attribute_of_the_docstring():
     assert values["ratio"].help == "A number."
 
 
+def test_help_says_unset_for_what_no_command_line_can_write():
+    assert parse(_Config)["limit"].help == "Unset for none."
+    for program in (serve, generate):
+        values = absl_flags.FlagValues()
+        program.define_flags(values)
+        assert not [name for name in values if "None" in (values[name].help or "")]
+
+
 def test_field_that_is_left_out_has_no_flag_and_keeps_its_default():
     values = parse(_Config, leave_out=("size",))
     assert "size" not in values
@@ -125,8 +133,15 @@ flags.run(main)
     [
         (["--size=x"], "flag --size=x"),
         (["--sise=1"], "Unknown command line flag 'sise'"),
-        (["stray"], "unexpected argument 'stray'"),
-        (["--flagfile=/nowhere/x"], "/nowhere/x"),
+        (["stray"], "error: unexpected argument 'stray': all options are flags, see --help"),
+        (["--names", "a=x", "b=y"], "error: unexpected argument 'b=y': repeat the flag for each value, --names=b=y"),
+        (
+            ["--names=a=x", "b=y", "c=z"],
+            "error: unexpected argument 'b=y': repeat the flag for each value, --names=b=y",
+        ),
+        (["--title=a", "b"], "error: unexpected argument 'b': all options are flags, see --help"),
+        (["--flagfile=/nowhere/x"], "error: --flagfile '/nowhere/x' cannot be read: No such file or directory"),
+        (["--flagfile=/"], "error: --flagfile '/' cannot be read: Is a directory"),
         ([], "error: size 3 is odd: make it even"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -168,13 +169,12 @@ def test_prompt_that_cannot_be_is_refused(config, says):
     assert says in str(caught.value)
 
 
-def test_adapter_is_a_name_or_a_directory(tmp_path):
-    (tmp_path / "sql").mkdir()
-    path = str(tmp_path / "sql")
+def test_adapter_is_a_name_or_a_directory():
+    path = str(PACK / "adapters" / "plain_qv")
     assert choose_adapter(None, {"a": "/a"}) == (None, {"a": "/a"})
     assert choose_adapter("a", {"a": "/a"}) == ("a", {"a": "/a"})
-    assert choose_adapter(path, {"a": "/a"}) == ("sql", {"a": "/a", "sql": path})
-    assert choose_adapter(path + "/", {}) == ("sql", {"sql": path + "/"})
+    assert choose_adapter(path, {"a": "/a"}) == ("plain_qv", {"a": "/a", "plain_qv": path})
+    assert choose_adapter(path + "/", {}) == ("plain_qv", {"plain_qv": path + "/"})
     assert choose_adapter("json", {}, shipped=["json"]) == ("json", {})
 
 
@@ -185,11 +185,32 @@ def test_choose_adapter_that_is_nowhere_is_refused_with_the_names_there_are():
         choose_adapter("sql=/adapters/sql", {})
 
 
+def test_choose_adapter_of_a_directory_without_one_says_what_is_missing(tmp_path):
+    name = tmp_path.name
+    says = f"--adapter '{tmp_path}': adapter '{name}': {tmp_path} has no adapter_model.safetensors"
+    with pytest.raises(StartError, match=f"^{re.escape(says)}$"):
+        choose_adapter(str(tmp_path), {})
+
+
 def test_chat_without_a_chat_template_is_refused_with_the_ways_out():
     command = [sys.executable, "-m", "launch.generate", *small_flags(), "--prompt=a"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 2
     assert "no chat template: give one with --chat_template, or continue a text with --raw --prompt" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--temperature=-1"], "error: --temperature must be between 0 and 100, got -1.0.\n"),
+        (["--max_tokens=-1"], "error: --max_tokens must be at least 1, got -1.\n"),
+    ],
+)
+def test_value_that_cannot_be_is_refused_before_anything_is_loaded(arguments, says):
+    # Were the model looked for first, the error would be another.
+    command = [sys.executable, "-m", "launch.generate", "--model=/nowhere", "--prompt=x", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, says)
 
 
 def test_one_shot_with_a_real_model_and_adapter_prints_the_golden_text():

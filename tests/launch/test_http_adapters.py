@@ -66,6 +66,7 @@ def test_adapters_route_shows_where_each_one_is(client):
     assert (entry["rank"], entry["bytes"], entry["tier"], entry["strategy"]) == (0, 1000, "pool", "resident")
     assert entry["device_bytes"] == 0
     assert (entry["pinned"], entry["in_flight"], entry["last_used_s_ago"]) == (False, 0, None)
+    assert 0 <= entry["loaded_s_ago"] < 60
     client.post("/v1/completions", json={"model": "x", "prompt": "p"})
     assert client.get("/v1/adapters").json()["data"][0]["last_used_s_ago"] >= 0
 
@@ -195,6 +196,24 @@ def test_path_that_leads_out_of_the_root_is_refused_and_nothing_there_opened(cli
     assert str(root / "a" / "adapter_config.json") in opened, "the watch is blind"
 
 
+def test_path_that_is_not_unicode_or_very_long_says_so_in_a_line(client):
+    for path, says in (
+        ("\\ud800", "lora_path is refused: the path is not valid Unicode: lone surrogate U+D800."),
+        ("b" * 3000, f"no adapter directory at '{'b' * 100}... (3000 characters)'."),
+    ):
+        body = f'{{"lora_name": "odd", "lora_path": "{path}"}}'
+        response = client.post("/v1/load_lora_adapter", content=body, headers={"Content-Type": "application/json"})
+        error = response.json()["error"]
+        assert (error["param"], error["message"].endswith(says)) == ("lora_path", True), error
+
+
+def test_unload_of_a_name_that_no_answer_can_hold_is_404(client):
+    body, headers = '{"lora_name": "\\ud800"}', {"Content-Type": "application/json"}
+    response = client.post("/v1/unload_lora_adapter", content=body, headers=headers)
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == "The lora adapter '\\ud800' cannot be found."
+
+
 def test_path_outside_says_the_same_whether_it_exists(client):
     there, absent = load(client, "x", "../secret"), load(client, "x", "../secrex")
     assert there.json()["error"]["message"].replace("secret", "secrex") == absent.json()["error"]["message"]
@@ -211,6 +230,18 @@ def test_without_a_root_no_path_is_taken(root):
         response = load(rig.client(), "x", root / "a")
     assert response.status_code == 400
     assert "--adapter_root" in response.json()["error"]["message"]
+
+
+def test_model_card_of_an_adapter_was_created_when_it_was_loaded(root):
+    with http_rig(adapter_root=str(root)) as rig:
+        client = rig.client()
+        rig.state.created = 1000
+        for start, options in ((2000, {}), (3000, {"load_inplace": True})):
+            rig.state.epoch_s = start - rig.engine.clock.now()
+            assert load(client, "x", "a", **options).status_code == 200
+            base, adapter = client.get("/v1/models").json()["data"]
+            assert base["created"] == 1000
+            assert start <= adapter["created"] < start + 60
 
 
 def test_root_that_is_a_link_itself_works(root, tmp_path):

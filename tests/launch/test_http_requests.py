@@ -36,7 +36,15 @@ _BAD_BOTH = [
     ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
     ({"logit_bias": {"258": 1}}, "logit_bias", "vocabulary size 258"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "integer"),
-    ({"stop": [""]}, "stop", "not empty"),
+    ({"stop": ""}, "stop", 'stop must be a list of strings that are not empty, got [""].'),
+    ({"stop": ["a" * 500, ""]}, "stop", f'got ["{"a" * 98}... (508 characters).'),
+    (
+        {"logit_bias": {"1": 1000}},
+        "logit_bias",
+        'must be an object with values between -100 and 100, got {"1": 1000.0}.',
+    ),
+    ({"seed": 10**300}, "seed", f"64-bit integer, got 1{'0' * 99}... (301 characters)."),
+    ({"max_tokens": 10**300}, "max_tokens", f"1{'0' * 99}... (301 characters) in max_tokens"),
     ({"stop": 3}, "stop", "list"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "vocabulary"),
     ({"stop_token_ids": [1] * 500}, "stop_token_ids", "at most 496 entries, those of logit_bias counted"),
@@ -49,6 +57,11 @@ _BAD_BOTH = [
     ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"guided_regex": "a*"}, "guided_regex", "not supported"),
+    ({"guided_json": {}}, "guided_json", "guided_json is not supported by this server: leave it out."),
+    ({"guided_choice": []}, "guided_choice", "not supported"),
+    ({"guided_grammar": ""}, "guided_grammar", "not supported"),
+    ({"structured_outputs": {}}, "structured_outputs", "not supported"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not supported"),
     ({"bad_words": ["x"]}, "bad_words", "not supported"),
 ]
 _BAD_COMPLETION = [
@@ -57,6 +70,7 @@ _BAD_COMPLETION = [
     ({"prompt": [[]]}, "prompt", "must be"),
     ({"prompt": 7}, "prompt", "must be a string"),
     ({"prompt": [1, "a"]}, "prompt", "must be a string"),
+    ({"prompt": [10**300]}, "prompt", f"Token id 1{'0' * 99}... (301 characters) is out of vocabulary"),
     ({"prompt": [300]}, "prompt", "Token id 300 is out of vocabulary"),
     ({"prompt": ["a"] * 5}, "prompt", "at most 4 prompts, got 5"),
     ({"prompt": "a" * 300}, "prompt", "your prompt holds 300 tokens"),
@@ -69,7 +83,7 @@ _BAD_CHAT = [
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is missing"),
     ({"messages": [{"content": "x"}]}, "messages", "must be an object with a role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", 'has type "image_url"; this'),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tools are not supported"),
     ({"messages": [{"role": "user", "content": "a" * 300}]}, "messages", "maximum context length"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
@@ -84,7 +98,13 @@ _BAD_CHAT = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
     ({"chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs", "'template'"),
     ({"chat_template_kwargs": {"add_generation_prompt": True}}, "chat_template_kwargs", "a field of the request"),
-    ({"chat_template_kwargs": {"messages": []}}, "messages", "may not be named"),
+    (
+        {"chat_template_kwargs": {"messages": []}},
+        "chat_template_kwargs",
+        "may not hold 'messages'; give them as a field",
+    ),
+    ({"messages": [{"role": "user", "content": True}]}, "messages", "a string or a list of parts, got true."),
+    ({"messages": [{"role": 1, "content": "x" * 500}]}, "messages", f'got {{"role": 1, "content": "{"x" * 76}... ('),
 ]
 
 
@@ -132,8 +152,46 @@ def test_body_of_another_form_is_400(client, body, kind, says):
 def test_half_a_surrogate_pair_is_400(client, route):
     body = '{"prompt": "a\\ud800", "messages": [{"role": "user", "content": "a\\ud800"}]}'
     response = client.post(route, content=body, headers={"Content-Type": "application/json"})
+    param = "messages" if "chat" in route else "prompt"
+    _check_refused(response, param, f"{param} is not valid Unicode: lone surrogate U+D800.")
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_half_a_surrogate_pair_to_tokenize_is_400(client, field):
+    value = '"a\\ud800"' if field == "prompt" else '[{"role": "user", "content": "a\\ud800"}]'
+    body = f'{{"{field}": {value}}}'
+    response = client.post("/tokenize", content=body, headers={"Content-Type": "application/json"})
+    _check_refused(response, field, f"{field} is not valid Unicode: lone surrogate U+D800.")
+
+
+def test_model_that_no_answer_can_name_is_404(client):
+    body = '{"prompt": "a", "model": "\\ud800"}'
+    response = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == "The model `\\ud800` does not exist."
+
+
+def test_model_with_a_long_name_is_not_echoed_whole(client):
+    response = client.post("/v1/completions", json={"prompt": "a", "model": "m" * 5000})
+    assert response.json()["error"]["message"] == f"The model `{'m' * 255}... (5000 characters)` does not exist."
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"model": "\xff"}', "The body is not valid JSON: byte 0xFF at position 11 is not valid UTF-8."),
+        (b"[" * 100_000, "The body is not JSON that this server reads: its arrays and objects are nested too deeply."),
+        (
+            b'{"seed": ' + b"9" * 5000 + b"}",
+            "The body is not JSON that this server reads: a number has over 4300 digits.",
+        ),
+    ],
+    ids=["utf8", "depth", "digits"],
+)
+def test_body_that_cannot_be_read_says_why(client, body, says):
+    response = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
-    assert response.json()["error"]["code"] == 400
+    assert response.json()["error"]["message"] == says
 
 
 def test_unsupported_fields_that_ask_for_nothing_and_unknown_ones_are_ignored(client):
@@ -167,6 +225,27 @@ def test_stream_is_written_as_server_sent_events(client):
     assert [c["usage"] for c in chunks[:-1]] == [None, None]
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"] == {"prompt_tokens": 2, "total_tokens": 4, "completion_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("route", "prompt", "counted"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}, [(2, 1), (2, 2), (2, 2)]),
+        ("/v1/chat/completions", {"messages": _HI}, [(21, 0), (21, 1), (21, 2), (21, 2)]),
+    ],
+)
+def test_usage_that_is_asked_for_in_every_chunk_counts_what_there_is_so_far(client, route, prompt, counted):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = client.post(route, json={**prompt, "max_tokens": 2, "stream": True, "stream_options": options})
+    events = response.text.split("\n\n")
+    usages = [json.loads(event.removeprefix("data: "))["usage"] for event in events[:-2]]
+    assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages] == counted
+    assert all(usage["total_tokens"] == sum(pair) for usage, pair in zip(usages, counted, strict=True))
+
+
+def test_usage_in_every_chunk_is_part_of_include_usage(client):
+    body = {"prompt": "Hi", "max_tokens": 2, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    assert "usage" not in client.post("/v1/completions", json=body).text
 
 
 def test_continue_final_message_leaves_the_turn_open(client):

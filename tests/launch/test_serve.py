@@ -14,11 +14,13 @@ import threading
 from collections.abc import Iterator
 
 import httpx
+import jax
 import numpy as np
 import openai
 import pytest
 from rich.console import Console
 
+from launch import startup
 from launch.console import StageLog, in_bytes
 from launch.flags import StartError
 from launch.greeting import server_url
@@ -232,6 +234,7 @@ def test_port_in_use_ends_before_anything_is_loaded():
         ({}, {"max_prompts": 0}, "--max_prompts"),
         ({}, {"served_model_name": ("",)}, "--served_model_name is empty"),
         ({}, {"adapter_root": "/nowhere"}, "--adapter_root '/nowhere' is not a directory"),
+        ({"enable_lora": False}, {"adapter_root": "/"}, "--adapter_root needs --enable_lora: turn it on, or leave"),
         ({}, {"adapter_root": "/", "host": "0.0.0.0"}, "set --adapter_routes"),
     ],
 )
@@ -288,6 +291,17 @@ def test_template_is_read_from_a_file_or_taken_as_it_is(tmp_path):
         read_template(str(tmp_path / "absent.jinja"))
 
 
+def test_template_that_is_not_jinja_is_refused_by_its_flag(tmp_path):
+    file = tmp_path / "a.jinja"
+    file.write_text("line\n{% endfor %}")
+    for given, line in (("{% if %}", 1), (str(file), 2)):
+        with pytest.raises(StartError) as caught:
+            read_template(given)
+        assert str(caught.value).startswith(
+            f"--chat_template {given!r}: the chat template is not valid Jinja: line {line}: "
+        )
+
+
 @pytest.mark.parametrize(
     ("host", "url"),
     [
@@ -327,6 +341,15 @@ def test_model_that_is_not_there_fails_without_a_claim_that_it_was_loaded(tmp_pa
             r"--pool_memory_gb 3e-05 is less than two pages of \d+ bytes on each of 3 pool devices: raise it to ",
         ),
         (
+            {"pool_memory_gb": 100000.0},
+            r"^--pool_memory_gb 100000\.0 asks for 100000\.0 GB of memory, and this machine has [\d.]+ GB: lower it$",
+        ),
+        (
+            {"device_kv_mb": 10**9, "device_adapter_mb": 10**8},
+            r"^--device_adapter_mb 100000000 asks for 97656\.2 GB of memory, and this machine has [\d.]+ GB: lower it; "
+            r"--device_kv_mb 1000000000 asks for ",
+        ),
+        (
             {"tensor_parallel_size": 2},
             r"--tensor_parallel_size 2 needs as many devices, and this machine has 1 \(cpu\): lower it, or set XLA_",
         ),
@@ -338,9 +361,34 @@ def test_machine_or_memory_that_is_too_small_is_refused_with_what_to_change(opti
     assert "\n" not in str(caught.value)
 
 
+def test_memory_that_runs_out_at_the_start_is_one_line(monkeypatch):
+    def build(*_args, **_options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.\nand more")
+
+    monkeypatch.setattr(startup, "build_engine", build)
+    message = (
+        "the memory ran out before the model was ready (RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.): lower "
+        "--device_kv_mb, --device_adapter_mb, --pool_memory_gb or --max_num_batched_tokens"
+    )
+    with pytest.raises(StartError, match=f"^{re.escape(message)}$"):
+        start_engine(small_config(), {}, log=StageLog(Console(quiet=True)))
+
+
 def test_adapters_without_lora_are_refused_before_anything_is_loaded():
     with pytest.raises(StartError, match="--lora_modules needs --enable_lora"):
         start_engine(EngineConfig(model="/nowhere", enable_lora=False), {"a": "/a"}, log=StageLog(Console(quiet=True)))
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/nonexistent", "--lora_modules a=/nonexistent: adapter 'a': the directory /nonexistent does not exist"),
+        (str(ROOT), f"--lora_modules a={ROOT}: adapter 'a': {ROOT} has no adapter_model.safetensors"),
+    ],
+)
+def test_adapter_whose_files_are_not_there_is_refused_before_anything_is_loaded(path, says):
+    with pytest.raises(StartError, match=f"^{re.escape(says)}$"):
+        check(EngineConfig(model="/nowhere"), HttpConfig(), {"a": path})
 
 
 def test_stage_log_shows_a_bar_in_a_terminal_and_a_line_at_the_end():

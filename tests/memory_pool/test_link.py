@@ -14,6 +14,13 @@ def test_allocate_gives_zeros_in_the_memory_asked_for(place):
     assert not np.asarray(array).any()
 
 
+@pytest.mark.parametrize(("place", "memory"), [(device_sharding, "device"), (pool_sharding, "pool")])
+def test_allocate_of_more_than_there_is_says_how_much_and_of_which_memory(place, memory):
+    with pytest.raises(link.AllocationError, match=rf"^4194304\.0 GB of {memory} memory could not be had$") as caught:
+        allocate((2**52,), np.uint8, place(one_device_mesh()))
+    assert caught.value.in_pool == (memory == "pool")
+
+
 def test_pool_array_mixed_with_device_array_is_refused_when_traced():
     mesh = one_device_mesh()
     pool = allocate((4,), np.float32, pool_sharding(mesh))

@@ -44,7 +44,7 @@ def test_render_chat_text_parts_are_joined() -> None:
         ([{"role": "user", "content": 3}], "messages[0].content must be a string or a list of parts, got 3"),
         (
             [*USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "messages[1].content[0] has type 'image_url'; this model reads only parts of type 'text'",
+            'messages[1].content[0] has type "image_url"; this model reads only parts of type "text"',
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be a string"),
     ],

@@ -284,7 +284,9 @@ def test_load_orbax_unreadable_config_is_refused(tmp_path: pathlib.Path) -> None
 
 
 def test_find_model_says_what_it_looked_for(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist; give a Hugging Face directory"):
+    with pytest.raises(
+        FileNotFoundError, match="nowhere does not exist, and nothing is downloaded; give a local Hugging"
+    ):
         find_model(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"looked for config\.json .* found no \.gguf file"):
         find_model(tmp_path)

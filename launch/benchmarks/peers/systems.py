@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from launch.benchmarks.case import jobs_of_runs, prompt_ids_range
 from launch.benchmarks.http_client import HttpTarget
@@ -177,12 +177,16 @@ def _run_llama(case: PeerCase, files: PeerFiles, config: PeersConfig) -> PeerRes
             )
         except StartError as error:
             raise PeerError(str(error)) from error
-    version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False)
-    said = (version.stdout + version.stderr).strip().splitlines()
     assert median_run(measured.runs).output_tokens
-    return PeerResult(
-        [run.output_tokens_per_s for run in measured.runs], f"llama.cpp {said[-1] if said else ''}, GGUF as it is"
-    )
+    version = f"llama.cpp {_llama_version(binary)}, GGUF as it is"
+    return PeerResult([run.output_tokens_per_s for run in measured.runs], version)
+
+
+def _llama_version(binary: str) -> str:
+    """The line of its --version that says it; compiler and backends have lines of their own."""
+    asked = subprocess.run([binary, "--version"], capture_output=True, text=True, errors="replace", check=False)
+    lines = [line.strip() for line in (asked.stdout + asked.stderr).splitlines()]
+    return next((line for line in lines if line.startswith("version:")), "of an unknown version")
 
 
 @contextlib.contextmanager
@@ -195,19 +199,22 @@ def _llama_server(binary: str, case: PeerCase, files: PeerFiles, config: PeersCo
     threads = config.threads or len(os.sched_getaffinity(0))
     command = [binary, "-m", str(files.gguf), "--host", "127.0.0.1", "--port", str(port)]
     command += ["-np", str(case.requests), "-c", str(context), "-t", str(threads)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + config.timeout_s
-        while not HttpTarget(url).healthy():
-            if process.poll() is not None:
-                raise PeerError(f"{binary} ended with code {process.returncode} before it was ready")
-            if time.monotonic() > until:
-                raise PeerError(f"{binary} was not ready after {config.timeout_s:g} s")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
+    # A file, for a pipe that nobody reads would stop it.
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+        try:
+            url, until = f"http://127.0.0.1:{port}", time.monotonic() + config.timeout_s
+            while not HttpTarget(url).healthy():
+                if process.poll() is not None:
+                    ended = f"{binary} ended with code {process.returncode} before it was ready"
+                    raise PeerError(f"{ended}: {_end_of_file(said)}")
+                if time.monotonic() > until:
+                    raise PeerError(f"{binary} was not ready after {config.timeout_s:g} s: {_end_of_file(said)}")
+                time.sleep(0.2)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def _python_of(name: str, config: PeersConfig) -> str:
@@ -226,6 +233,11 @@ def _output(command: Sequence[str], timeout_s: float) -> str:
     if done.returncode:
         raise PeerError(f"ended with code {done.returncode}: {_end_of(done.stderr or done.stdout)}")
     return done.stdout
+
+
+def _end_of_file(file: IO[str]) -> str:
+    file.seek(0)
+    return _end_of(file.read())
 
 
 def _end_of(said: str) -> str:
