@@ -103,7 +103,7 @@ class AdapterPool:
         assert space == (memory.pool_devices, memory.pool_pages), space
         self._memory, self._layout = memory, memory.layout
         self._needs, self._fallback = dict(needs), fallback
-        self._few, self._many = (while_all_fit,) if while_all_fit else (), tuple(preferred)
+        self._preferred, self._while_all_fit = tuple(preferred), (while_all_fit,) if while_all_fit else ()
         self._groups, self._max_rank = tuple(groups), max_rank
         self.num_stripes = pages.num_devices if placement == "striped" else 1
         self._writer = AdapterWriter(
@@ -236,7 +236,7 @@ class AdapterPool:
         if strategy != entry.wish:
             self._moves.wish(adapter_id, entry, strategy)
             if entry.placed is None:
-                here = (name for name in self._preferred if not entry.missing(self._needs[name]))
+                here = (name for name in self._best if not entry.missing(self._needs[name]))
                 self._switch(adapter_id, entry, next(here, self._fallback))
             self._note_device(adapter_id, entry)
             self._note_change(adapter_id)
@@ -260,7 +260,7 @@ class AdapterPool:
             instead: strategy that reads nothing on the device.
         """
         self._instead |= dict.fromkeys(strategies, instead)
-        self._few, self._many = self._working(self._few), self._working(self._many)
+        self._preferred, self._while_all_fit = self._working(self._preferred), self._working(self._while_all_fit)
         for adapter_id, entry in self._items():
             if entry.wish in strategies:
                 self.wish(adapter_id, instead)
@@ -278,7 +278,8 @@ class AdapterPool:
             assert not entry.references, f"adapter {adapter_id} is in use: start over while nothing runs"
             self._leave_device(adapter_id, entry)
             self._policy.forget(adapter_id)
-        self._few, self._many = self._working((while_all_fit,) if while_all_fit else ()), self._working(preferred)
+        self._preferred = self._working(preferred)
+        self._while_all_fit = self._working((while_all_fit,) if while_all_fit else ())
         self._changed = None
 
     def take_changes(self) -> set[int]:
@@ -335,10 +336,10 @@ class AdapterPool:
             entry.check_integrity(self._needs.get(entry.strategy, Needs(False, False)), adapter_id)
 
     @property
-    def _preferred(self) -> tuple[str, ...]:
+    def _best(self) -> tuple[str, ...]:
         """Strategies to serve with, best first."""
         fit = self._all_pages <= self._device.num_usable
-        return self._few + self._many if fit else self._many
+        return self._while_all_fit + self._preferred if fit else self._preferred
 
     def _working(self, strategies: Sequence[str]) -> tuple[str, ...]:
         """The same with those in the place of lost ones that serve instead."""
@@ -351,23 +352,23 @@ class AdapterPool:
     def _strategy_now(self, adapter_id: int, entry: Entry) -> str:
         """The best strategy whose device pages fit now; "" while all that could ever fit have to wait."""
         room = self._device.num_free + sum(self._entries[i].device_count for i in self._evictable(adapter_id))
-        for strategy in self._preferred:
+        for strategy in self._best:
             if sum(side.count for side in entry.missing(self._needs[strategy])) <= room:
                 return strategy
-        return "" if self._strategy_alone(entry) in self._preferred else self._fallback
+        return "" if self._strategy_alone(entry) in self._best else self._fallback
 
     def _strategy_alone(self, entry: Entry) -> str:
         """The best strategy for an adapter that has the device for itself, but for what is pinned there."""
         pinned = (self._entries.get(i) for i in tuple(self._pinned))
         room = self._device.num_usable - sum(other.device_count for other in pinned if other and other is not entry)
-        for strategy in self._preferred:
+        for strategy in self._best:
             sides = zip(entry.sides, self._needs[strategy], strict=True)
             if sum(side.count for side, needed in sides if needed) <= room:
                 return strategy
         return self._fallback
 
     def _serve(self, adapter_id: int, entry: Entry, strategy: str) -> None:
-        if strategy not in self._preferred:
+        if strategy not in self._best:
             self.fallbacks += 1
         missing = entry.missing(self._needs[strategy])
         if missing:

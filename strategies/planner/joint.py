@@ -10,7 +10,8 @@ choices,
 
 and a load that alternates moves the same bytes again only after staying has cost as much as the move: twice the cost
 of the best policy that knows the future, at most, as for any rent-or-buy rule. Going back to the pool moves no bytes
-(the pool keeps its copy) and is always free. Growth of P has an account of the same kind.
+(the pool keeps its copy) and is always free; but where there is room, and next to nothing is gained, copies stay.
+Growth of P has an account of the same kind.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from strategies.planner.newcomers import Newcomers
 from strategies.planner.optimizer import Duals, optimize
 from strategies.planner.policies import PaperManager
-from strategies.planner.problem import KvChoice, Plan, PlanProblem, evaluate
+from strategies.planner.problem import NOWHERE, KvChoice, Plan, PlanProblem, evaluate, violations
 
 _REST, _LONGEST_REST = 4, 64
 """Choices between two full searches, each of which takes several times as long as one from where the plan stood: twice
@@ -34,6 +35,9 @@ _BETTER = 0.005
 
 _FADE = 0.9
 """What an account keeps when its move is not wanted."""
+
+_WORTH_LEAVING = 0.01
+"""Of the objective: what adapters that leave the device without need must save together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +102,7 @@ class JointPlanner:
             PlanError: nothing fits.
         """
         expected = self._newcomers.in_problem(problem)
-        plan = self._choose(expected)
+        plan = _keep_copies(expected, self._choose(expected))
         return plan if expected is problem else evaluate(problem, plan.strategy, plan.attention, plan.kv_fraction)
 
     def _choose(self, problem: PlanProblem) -> Plan:
@@ -219,3 +223,18 @@ class JointPlanner:
         if kv.kv_budget_bytes is not None:
             limit = min(limit, kv.kv_budget_bytes)
         return dataclasses.replace(kv, kv_budget_bytes=limit)
+
+
+def _keep_copies(problem: PlanProblem, plan: Plan) -> Plan:
+    """The plan without what would leave the device for next to nothing, where there is room: it may have to return."""
+    rows = np.arange(problem.num_adapters)
+    served = problem.current != NOWHERE
+    here = problem.device_bytes[rows, np.where(served, problem.current, 0)]
+    leaves = served & (problem.device_bytes[rows, plan.strategy] < here)
+    leaves &= problem.allowed[rows, np.where(served, problem.current, 0)]
+    if not leaves.any():
+        return plan
+    columns = np.where(leaves, problem.current, plan.strategy).astype(plan.strategy.dtype)
+    kept = evaluate(problem, columns, plan.attention, plan.kv_fraction)
+    stays = kept.objective_s <= (1 + _WORTH_LEAVING) * plan.objective_s and not violations(problem, kept)
+    return kept if stays else plan

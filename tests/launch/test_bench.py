@@ -65,7 +65,7 @@ def test_throughput_in_process_gives_consistent_figures(report):
     assert got["system"]["kernels"].keys() == {
         f"{phase} {what}"
         for phase in ("decode", "prefill")
-        for what in ("shrink", "expand", "delta", "rows", "attention")
+        for what in ("shrink", "expand", "delta", "add", "rows", "attention")
     }
     assert got["system"]["device_bytes"]["weights"] > 0
 

@@ -32,6 +32,7 @@ def limited(request):
         auditor = Auditor(built)
         engine = engine_over(built, auditor, chunk=8)
         built.kv.keep(0)
+        built.adapters._while_all_fit = ()
         for name in ADAPTERS:
             engine.load_adapter(name, str(PACK / "adapters" / name))
         yield request.param, built, engine, auditor

@@ -69,6 +69,19 @@ def test_choose_drift_is_followed():
     assert set(np.flatnonzero(current == RESIDENT)) == {4, 5}
 
 
+def test_choose_copies_leave_the_device_for_a_gain_or_for_room_only():
+    """Whoever has no tokens, or gains next to nothing elsewhere, stays as long as nobody else wants the room."""
+    _, current = run(lambda step: [0, 1] if step < 60 else [], 80)
+    assert set(np.flatnonzero(current == RESIDENT)) == {0, 1}
+    for saved_s, stays in ((0.005, True), (0.5, False)):
+        problem = rotating_problem([0], np.full(8, RESIDENT))
+        load = problem.load_s.copy()
+        load[0, RESIDENT, 0, 1], load[0, FETCH, 0, 1] = 2.0, 2.0 - saved_s
+        problem = dataclasses.replace(problem, load_s=load, current=np.array([RESIDENT, *[FETCH] * 7]))
+        plan = JointPlanner(horizon_steps=1000).choose(problem)
+        assert (plan.strategy[0] == RESIDENT) == stays, saved_s
+
+
 @pytest.mark.parametrize("period", [1, 2, 5, 17, 40])
 def test_choose_alternating_load_stays_within_the_bound(period):
     steps = 400
