@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ import jax
 import pytest
 
 from plora_jax.engine.compile import use_persistent_cache
+
+# A shell has what it starts in the background ignore interrupts; tests send them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 PACK = ROOT / "tests" / "data" / "conformance"
