@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pathlib
 import re
 import stat
 import sys
@@ -22,7 +24,14 @@ from tests.launch.small_engine import LLAMA, small_flags
 
 OURS = " ".join(flag for flag in small_flags() if not flag.startswith("--model"))
 CONFIG = PeersConfig(
-    model=str(LLAMA), dtype="float32", engine_flags=OURS, cases="base-1,lora-1", prompt_tokens=8, new_tokens=4, runs=1
+    model=str(LLAMA),
+    dtype="float32",
+    engine_flags=OURS,
+    cases="base-1,lora-1",
+    systems="plora_jax,peft,vllm,openvino,llama.cpp",
+    prompt_tokens=8,
+    new_tokens=4,
+    runs=1,
 )
 ANSWERS = """
 import json, sys
@@ -55,7 +64,7 @@ def test_peers_are_measured_beside_ours_and_the_missing_are_named(toy):
     assert by.keys() == {("plora_jax", 1, 0), ("plora_jax", 32, 1), ("peft", 1, 0), ("peft", 32, 1)}
     theirs = by["peft", 32, 1]
     assert (theirs["runs"], theirs["version"]) == ([64.0], "toy 1")
-    assert theirs["ours_over_it"] == pytest.approx(by["plora_jax", 32, 1]["output_tokens_per_s"] / 64.0)
+    assert theirs["ours_over_it"] == {"plora_jax": pytest.approx(by["plora_jax", 32, 1]["output_tokens_per_s"] / 64.0)}
     assert got["notes"]["openvino"] == (
         f"{sys.executable} has no no_such_module: pip install openvino-genai, and name it by --openvino_python"
     )
@@ -66,11 +75,34 @@ def test_peers_are_measured_beside_ours_and_the_missing_are_named(toy):
         r"^output tokens/s +plora_jax +peft +vllm +openvino +llama\.cpp$",
         r"^  base, 1 request +[\d.]+ +2\.0 +- +- +-$",
         r"^  1 adapter, 32 requests +[\d.]+ +64\.0 +- +- +-$",
-        r"^ours over theirs +plora_jax",
+        r"^plora_jax over +plora_jax +peft",
         r"^no figure: openvino +.* has no no_such_module",
         r"^command +python -m launch\.bench peers --x$",
     ):
         assert re.search(pattern, text, re.MULTILINE), f"{pattern} is not in\n{text}"
+
+
+def test_int8_weights_of_ours_are_a_system_of_their_own(toy, monkeypatch):
+    asked = []
+
+    def answer(command, timeout_s):
+        file = next(flag for flag in command if flag.startswith("--output_json=")).partition("=")[2]
+        int8 = "--quantization=int8" in command
+        asked.append(int8)
+        runs = [{"output_tokens_per_s": 30.0 if int8 else 10.0}]
+        pathlib.Path(file).write_text(json.dumps({"runs": runs, "software": {"plora_jax": "1", "jax": "2"}}))
+        return ""
+
+    monkeypatch.setattr(systems, "_output", answer)
+    config = dataclasses.replace(CONFIG, cases="base-1", systems="plora_jax,plora_jax-int8")
+    report = run_peers(config, command="", log=StageLog(Console(quiet=True)))
+    assert asked == [False, True]
+    case = CASES["base-1"]
+    assert (report.ratio("plora_jax-int8", "plora_jax", case), report.ratio("plora_jax", "plora_jax", case)) == (
+        3.0,
+        1.0,
+    )
+    assert re.search(r"^plora_jax-int8 over .*\n  base, 1 request +3\.00 +1\.00$", report.as_text(), re.MULTILINE)
 
 
 def test_files_are_written_once_and_can_be_read_again(tmp_path):
@@ -159,7 +191,10 @@ def test_median_of_runs_is_the_figure():
     ("options", "says"),
     [
         ({"cases": "base-1,base-2"}, "--cases 'base-1,base-2' must name some of base-1, base-32, lora-1, lora-32"),
-        ({"systems": "tgi"}, "--systems 'tgi' must name some of plora_jax, peft, vllm, openvino, llama.cpp"),
+        (
+            {"systems": "tgi"},
+            "--systems 'tgi' must name some of plora_jax, plora_jax-int8, peft, vllm, openvino, llama.cpp",
+        ),
         ({"dtype": "int4"}, "--dtype 'int4' must be bfloat16 or float32"),
         ({"runs": 0, "threads": 0}, "--runs must be at least 1, got 0; --threads must be at least 1, got 0"),
         ({"output_json": "/nowhere/x.json"}, "--output_json '/nowhere/x.json' is in a directory that does not exist"),

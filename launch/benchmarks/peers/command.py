@@ -3,8 +3,8 @@
   python -m launch.bench peers --peft_python=a/bin/python --openvino_python=a/bin/python --vllm_python=b/bin/python
       what is installed there, and llama-server where it is on PATH; a line for each that is missing says how to get it
 
-  python -m launch.bench peers --systems=plora_jax,openvino --cases=base-32 --runs=3 --engine_flags=--quantization=int8
-      one peer and one case, and this engine with a flag of its own
+  python -m launch.bench peers --systems=plora_jax-int8,openvino --cases=base-32 --runs=3
+      one peer and one case against this engine with int8 weights; --engine_flags gives it any other flag
 
 The model is written once as a Hugging Face directory in --dtype, the adapters as PEFT directories, and every system
 gets the same prompts of random token ids (OpenVINO texts of as many tokens). Figures are output tokens of a whole run

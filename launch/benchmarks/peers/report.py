@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launch.benchmarks.peers.case import PeerCase
@@ -12,7 +13,7 @@ from launch.benchmarks.peers.systems import OURS, PeerResult
 from launch.console import in_bytes
 
 _LABEL_WIDTH = 24
-_WIDTH = 12
+_WIDTH = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +42,15 @@ class PeersReport:
     command: str
     measured_at: datetime.datetime
 
-    def ratio(self, system: str, case: PeerCase) -> float | None:
-        """Ours over a system's; None where one of them is missing."""
-        ours, theirs = self.results.get((OURS, case)), self.results.get((system, case))
-        return ours.median / theirs.median if ours and theirs else None
+    @property
+    def ours(self) -> Sequence[str]:
+        """The rows of this engine that were asked for."""
+        return [system for system in self.systems if system in OURS]
+
+    def ratio(self, ours: str, system: str, case: PeerCase) -> float | None:
+        """The figure of one of `ours` over a system's; None where one of them is missing."""
+        mine, theirs = self.results.get((ours, case)), self.results.get((system, case))
+        return mine.median / theirs.median if mine and theirs else None
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -60,7 +66,7 @@ class PeersReport:
                     "version": result.version,
                     "output_tokens_per_s": result.median,
                     "runs": list(result.tokens_per_s),
-                    "ours_over_it": self.ratio(system, case),
+                    "ours_over_it": {ours: self.ratio(ours, system, case) for ours in self.ours},
                 }
                 for (system, case), result in self.results.items()
             ],
@@ -80,26 +86,27 @@ class PeersReport:
         ]
         versions = {system: result.version for (system, _), result in self.results.items()}
         lines += [_line(system, version) for system, version in versions.items()]
-        lines += ["", *self._table("output tokens/s", _rate), ""]
-        lines += [*self._table("ours over theirs", _times), ""]
+        lines += ["", *self._table("output tokens/s", self._rate), ""]
+        for ours in self.ours:
+            lines += [*self._table(f"{ours} over", functools.partial(self._times, ours)), ""]
         lines += [_line(f"no figure: {what}", why) for what, why in self.notes.items()]
         return "\n".join([*lines, _line("command", self.command)])
 
-    def _table(self, title: str, text: Any) -> list[str]:
+    def _table(self, title: str, text: Callable[[str, PeerCase], str]) -> list[str]:
         lines = [_line(title, "".join(f"{system:>{_WIDTH}}" for system in self.systems))]
         for case in self.cases:
-            lines.append(_line(f"  {case.words}", "".join(f"{text(self, s, case):>{_WIDTH}}" for s in self.systems)))
+            lines.append(
+                _line(f"  {case.words}", "".join(f"{text(system, case):>{_WIDTH}}" for system in self.systems))
+            )
         return lines
 
+    def _rate(self, system: str, case: PeerCase) -> str:
+        result = self.results.get((system, case))
+        return "-" if result is None else f"{result.median:.1f}"
 
-def _rate(report: PeersReport, system: str, case: PeerCase) -> str:
-    result = report.results.get((system, case))
-    return "-" if result is None else f"{result.median:.1f}"
-
-
-def _times(report: PeersReport, system: str, case: PeerCase) -> str:
-    ratio = report.ratio(system, case)
-    return "-" if ratio is None else f"{ratio:.2f}"
+    def _times(self, ours: str, system: str, case: PeerCase) -> str:
+        ratio = self.ratio(ours, system, case)
+        return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _line(label: str, text: str) -> str:

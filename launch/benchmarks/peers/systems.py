@@ -90,15 +90,17 @@ PEERS: Mapping[str, DriverPeer] = {
         needs_gguf=True,
     ),
 }
-LLAMA, OURS = "llama.cpp", "plora_jax"
-SYSTEMS = (OURS, *PEERS, LLAMA)
+LLAMA = "llama.cpp"
+# This engine, by the flags that it gets on top of the case's.
+OURS: Mapping[str, tuple[str, ...]] = {"plora_jax": (), "plora_jax-int8": ("--quantization=int8",)}
+SYSTEMS = (*OURS, *PEERS, LLAMA)
 _LLAMA_WITHOUT = "does not batch requests of different adapters"
 _LLAMA_INSTALL = "build llama.cpp (cmake -B build; cmake --build build --target llama-server) and name --llama_server"
 
 
 def why_missing(name: str, config: PeersConfig) -> str | None:
     """None where a system is installed; else how to install it."""
-    if name == OURS:
+    if name in OURS:
         return None
     if name == LLAMA:
         return None if _llama_binary(config) else f"not found: {_LLAMA_INSTALL}"
@@ -129,8 +131,8 @@ def run_system(name: str, case: PeerCase, files: PeerFiles, config: PeersConfig)
     Raises:
         PeerError: it failed, or took too long.
     """
-    if name == OURS:
-        return _run_ours(case, config)
+    if name in OURS:
+        return _run_ours(case, config, OURS[name])
     if name == LLAMA:
         return _run_llama(case, files, config)
     return _run_driver(name, case, files, config)
@@ -151,13 +153,13 @@ def _run_driver(name: str, case: PeerCase, files: PeerFiles, config: PeersConfig
     return PeerResult([case.requests * config.new_tokens / value for value in seconds[1:]], version)
 
 
-def _run_ours(case: PeerCase, config: PeersConfig) -> PeerResult:
+def _run_ours(case: PeerCase, config: PeersConfig, more_flags: Sequence[str]) -> PeerResult:
     options = config.throughput(case)
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "ours.json"
         flags = [f"--{name}={getattr(options, name)}" for name in _OUR_FLAGS]
         command = [sys.executable, "-m", "launch.bench", "throughput", *flags, f"--model={config.model}"]
-        command += [f"--dtype={config.dtype}", f"--output_json={file}", *config.engine_flags.split()]
+        command += [f"--dtype={config.dtype}", f"--output_json={file}", *more_flags, *config.engine_flags.split()]
         _output(command, config.timeout_s)
         got = json.loads(file.read_text())
     software = got["software"]
