@@ -40,7 +40,7 @@ class PlanReasons:
             return f"{chosen} is best for a step of {decision.plan.step_s * 1e3:.2f} ms with {tokens:.0f} of its tokens"
         if tokens:
             return f"idle, {tokens:.3f} tokens a step are expected: {chosen} is best for them"
-        return f"idle, nothing is expected: {chosen} costs nothing"
+        return "idle, nothing is expected: no device memory is set aside for it"
 
     def long(self, adapter_id: int, name: str) -> PlanExplanation | None:
         """Every strategy with what it would change, and what phases wait for; None for one that is not planned."""

@@ -74,11 +74,11 @@ def test_seeded_sampling_with_the_whole_vocabulary_is_the_same_in_any_mix(engine
 
 @pytest.mark.slow
 def test_thirty_two_streams_over_base_and_adapters_equal_their_solo_runs(engine):
-    questions = ("What is rain?", "Name a fruit.", "How do I boil an egg?", "Why is the sky blue at noon?")
-    cases = [(chat(engine, q), name) for name in (None, *SHIPPED) for q in questions] * 2
-    asked = SamplingParams(temperature=0, max_tokens=12)
+    questions = ("Name a fruit.", "How do I boil an egg?")
+    cases = [(chat(engine, q), name) for name in (None, *SHIPPED) for q in questions] * 4
+    asked = SamplingParams(temperature=0, max_tokens=8)
     solo = {}
-    for ids, name in cases[:16]:
+    for ids, name in cases[:8]:
         solo[tuple(ids), name] = engine.generate([ids], asked, adapters=[name])[0][0].token_ids
     assert len({solo[tuple(cases[0][0]), name] for name in (None, *SHIPPED)}) > 2, "adapters must change the answer"
     engine.start()

@@ -26,7 +26,7 @@ from tests.plora_jax.random_traffic import (
 from tests.plora_jax.scarce import deploy_pages, true_pages
 
 pytestmark = pytest.mark.slow
-STEPS = 1500
+STEPS = 1000
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from plora_jax.parallel import TensorParallel
 from strategies import native, quantized
 from strategies.quantized import QuantizedWeights
 from tests.conftest import PACK, ROOT
+from tests.plora_jax.conformance import deploy
 
 TOKENS = np.random.default_rng(0).integers(0, 250, (2, 24)).astype(np.int32)
 needs_unit = pytest.mark.skipif(native.int8_unit_unavailable() is not None, reason="no matrix unit here")
@@ -85,9 +86,7 @@ def test_int8_model_over_shards_equals_one_device(name):
 
 def engine_answers(**options):
     """Greedy tokens of the base model and of an adapter, one by one and together, and the bytes of the weights."""
-    sizes = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32, "device_kv_mb": 1}
-    sizes |= {"device_adapter_mb": 1, "pool_memory_gb": 0.125, "compilation_cache_dir": None}
-    built = build_engine(EngineConfig(model=str(PACK / "models" / "llama"), **sizes, **options))
+    built = deploy("llama", **options)
     engine = built.engine
     engine.load_adapter("a", str(PACK / "adapters" / "all_linear"))
     prompts, models = [TOKENS[0].tolist(), TOKENS[0].tolist()[:9]], (None, "a")

@@ -20,7 +20,7 @@ COUNT = int(os.environ.get("PLORA_TEST_ADAPTERS", "100"))
 TARGETS = ("q_proj", "v_proj")
 RANKS = [(8, 16, 24, 32, 48, 64)[i % 6] for i in range(COUNT)]
 BUDGET_BYTES = 64 * 2**20
-SAMPLE = range(0, COUNT, max(1, COUNT // 10))
+SAMPLE = range(0, COUNT, max(1, COUNT // 5))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 CHOICES = ("auto", *LORA)
 
