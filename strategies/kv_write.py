@@ -28,7 +28,14 @@ class KvWrite(NamedTuple):
 
 
 def write_kv(
-    pages_LPW: jax.Array, layer: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, where: KvWrite, *, layout: PageLayout
+    pages_LPW: jax.Array,
+    layer: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    where: KvWrite,
+    *,
+    layout: PageLayout,
+    used: jax.Array | None = None,
 ) -> jax.Array:
     """Writes the step's keys and values of one layer into their pages, in place when the pages are donated.
 
@@ -38,6 +45,7 @@ def write_kv(
         k_TKH, v_TKH: of the dtype of the layout, or float32, which is first rounded to it; for int8 pages it is not.
         where: page and offset of each token; of tokens that go to one place the last stays.
         layout: of pages.
+        used: [] int32, how many of the tokens there are; the others may be written or not. None for all.
 
     Returns:
         The pages.
@@ -51,6 +59,7 @@ def write_kv(
             v_TKH,
             pages_T=where.pages,
             offsets_T=where.offsets,
+            used=used,
             layout=layout,
         )
     return xla_write_kv(pages_LPW, layer, k_TKH, v_TKH, where, layout=layout)

@@ -1,6 +1,7 @@
 """Functions of rows that XLA on the CPU cuts into passes of their own: norms, rotations, gates, and the best of a row.
 
-XLA's versions are the reference and serve everywhere; the native kernels make one pass.
+XLA's versions are the reference and serve everywhere; the native kernels make one pass. Functions that take `used`,
+[] int32, need compute only so much of the first axis: nobody reads what they give for the rest. None is all of it.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ def native_serves() -> bool:
 
 
 def _differentiated_as(reference: Callable[..., Any], operands: int) -> Callable[[Callable[..., Any]], Any]:
-    """Gives a function the derivative of `reference` by its first `operands` arguments."""
+    """Gives a function the derivative of `reference` by its first `operands` arguments; its last one is `used`."""
 
     def wrap(function: Callable[..., Any]) -> Any:
-        settings = tuple(range(operands, len(inspect.signature(function).parameters)))
+        settings = tuple(range(operands, len(inspect.signature(function).parameters) - 1))
         served = jax.custom_jvp(function, nondiff_argnums=settings)
 
         @served.defjvp
         def _jvp(*args: Any) -> Any:
             *chosen, primals, tangents = args
-            return jax.jvp(lambda *values: reference(*values, *chosen), primals, tangents)
+            return jax.jvp(lambda *values: reference(*values, *chosen), primals[:operands], tangents[:operands])
 
         return functools.wraps(function)(served)
 
@@ -49,16 +50,17 @@ def xla_gated(gate: jax.Array, up: jax.Array, kind: str, dtype: Any) -> jax.Arra
 
 
 @_differentiated_as(xla_gated, operands=2)
-def gated(gate: jax.Array, up: jax.Array, kind: str, dtype: Any) -> jax.Array:
+def gated(gate: jax.Array, up: jax.Array, kind: str, dtype: Any, used: jax.Array | None = None) -> jax.Array:
     """activation(gate) * up, the activation computed in float32 and rounded before the product.
 
     Args:
         gate, up: [...] of `dtype`, or float32 that is first rounded to it.
         kind: "silu", or "gelu" in its approximation by tanh.
         dtype: of the result.
+        used: as above.
     """
     if _serves(dtype, gate, up):
-        return native.gated(gate, up, silu=kind == "silu")
+        return native.gated(gate, up, used, silu=kind == "silu")
     return xla_gated(gate, up, kind, dtype)
 
 
@@ -72,7 +74,9 @@ def xla_rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: bool, dtyp
 
 
 @_differentiated_as(xla_rms_norm, operands=2)
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: bool, dtype: Any) -> jax.Array:
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, offset: bool, dtype: Any, used: jax.Array | None = None
+) -> jax.Array:
     """RMS norm over the last axis, in float32.
 
     Args:
@@ -81,9 +85,10 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: bool, dtype: A
         eps: added to the mean square.
         offset: multiplies by 1 + weight before it rounds (Gemma), else rounds and multiplies by weight.
         dtype: of the result.
+        used: as above.
     """
     if _serves(dtype, x) and weight.dtype == dtype:
-        return native.rms_norm(x, weight, eps=eps, offset=offset)
+        return native.rms_norm(x, weight, used, eps=eps, offset=offset)
     return xla_rms_norm(x, weight, eps, offset, dtype)
 
 
@@ -97,11 +102,11 @@ def xla_add_rms_norm(
 
 @_differentiated_as(xla_add_rms_norm, operands=3)
 def add_rms_norm(
-    x: jax.Array, out: jax.Array, weight: jax.Array, eps: float, offset: bool
+    x: jax.Array, out: jax.Array, weight: jax.Array, eps: float, offset: bool, used: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """x [..., D] with `out` added, rounded to the dtype of x before and after, and the RMS norm of that."""
     if _serves(x.dtype, x) and _serves(x.dtype, out) and weight.dtype == x.dtype:
-        return native.add_rms_norm(x, out, weight, eps=eps, offset=offset)
+        return native.add_rms_norm(x, out, weight, used, eps=eps, offset=offset)
     return xla_add_rms_norm(x, out, weight, eps, offset)
 
 
@@ -113,16 +118,17 @@ def xla_rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: Any) -> jax
 
 
 @_differentiated_as(xla_rotated, operands=3)
-def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: Any) -> jax.Array:
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: Any, used: jax.Array | None = None) -> jax.Array:
     """Dimension i of each head rotated with i + H / 2, in float32.
 
     Args:
         x: [..., heads, H] of `dtype`, or float32 that is first rounded to it.
         cos, sin: [..., H / 2] float32.
         dtype: of the result.
+        used: as above.
     """
     if _serves(dtype, x) and x.shape[:-2] == cos.shape[:-1]:
-        return native.rotated(x, cos, sin)
+        return native.rotated(x, cos, sin, used)
     return xla_rotated(x, cos, sin, dtype)
 
 

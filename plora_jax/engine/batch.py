@@ -6,6 +6,7 @@ sizes come from a small lattice of buckets, so that a handful of compiled progra
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from plora_jax.engine.kv_lanes import KvPacker, KvShape
 from plora_jax.engine.lora_lanes import AdapterUse, LanePacker, Lanes, LaneShape
 from plora_jax.engine.plan import Row, StepPlan
 from plora_jax.engine.plan import Sequence as PlannedSequence
-from plora_jax.engine.sampling_batch import SamplingBatch, make_sampling_batch
+from plora_jax.engine.sampling_batch import SamplingBatch, is_plain, make_sampling_batch
 from plora_jax.parallel import EMBEDDING, HEAD
 from strategies.kv_write import KvWrite
 from strategies.lanes import AttentionLane
@@ -106,7 +107,7 @@ class BuiltStep(NamedTuple):
 
     Attributes:
         parcels: by name; names and shapes are those of the bucket, whatever the plan.
-        sampling: options of the sampled rows.
+        sampling: options of the sampled rows, as the parcels have them.
         use: for the ledger.
         sampled: for each row of the plan the index of its sampled row, or -1.
         firsts: for each row of the plan the index of its first token.
@@ -151,7 +152,8 @@ class BatchShape(NamedTuple):
 
     def kv(self, groups: int, queries: int) -> KvShape:
         sequences = min(groups, self.max_num_seqs)
-        return KvShape(groups, queries, sequences, self.table_pages, self.pool_devices, self.device_pages)
+        page_tokens = self.layout.page_tokens
+        return KvShape(groups, queries, sequences, self.table_pages, page_tokens, self.pool_devices, self.device_pages)
 
     def lane(self, tokens: int, entries: int) -> LaneShape:
         stripe_rank = -(-self.max_rank // self.stripes)
@@ -244,8 +246,10 @@ class BatchBuilder:
             placed: where an adapter is, by its identity.
         """
         packer = _Packer(self.bucket, self._kv_shapes, self._attention_of, page_tokens=self.shape.layout.page_tokens)
-        for row in plan.rows:
-            packer.add(row)
+        decodes = list(itertools.takewhile(lambda row: row.decode, plan.rows))
+        packer.add_decodes(decodes)
+        for row in plan.rows[len(decodes) :]:
+            packer.add_prefill(row)
         decode, prefill = packer.decode.finish(), packer.prefill.finish()
         tokens = StepTokens(
             tokens=packer.tokens,
@@ -259,16 +263,17 @@ class BatchBuilder:
             prefill=prefill.lane,
         )
         lanes = self._lanes(packer, placed)
+        sampling = make_sampling_batch(
+            packer.sampling_rows, rows_padded=self.bucket.decode_rows, max_len=self.shape.max_model_len
+        )
         elsewhere = "none" if not (decode.use.any or prefill.use.any) else None
         parcels = {
             "tokens": Parcel(False, tokens),
             "missing": Parcel(False, {"decode": decode.missing, "prefill": prefill.missing}, elsewhere),
             "kv": Parcel(self.shape.near, {"decode": decode.control, "prefill": prefill.control}, elsewhere),
             **_lane_parcels(lanes, near=self.shape.near),
+            **_sampling_parcels(sampling),
         }
-        sampling = make_sampling_batch(
-            packer.sampling_rows, rows_padded=self.bucket.decode_rows, max_len=self.shape.max_model_len
-        )
         use = StepUse({phase: lane.use for phase, lane in lanes.items()}, decode.use, prefill.use)
         targets = packer.prompt_targets if packer.want_prompt else None
         return BuiltStep(parcels, sampling, use, packer.sampled, packer.firsts, targets)
@@ -304,6 +309,18 @@ def _lane_parcels(lanes: Mapping[str, Lanes], *, near: bool) -> dict[str, Parcel
     return parcels
 
 
+def _sampling_parcels(sampling: SamplingBatch) -> dict[str, Parcel]:
+    """What is wide goes apart from the rest: few rows have a history or a bias."""
+    fields = sampling._asdict()
+    bias = {name: fields.pop(name) for name in ("bias_ids", "bias_values")}
+    history = {"history": fields.pop("history")}
+    return {
+        "sampling": Parcel(False, fields, "plain" if is_plain(sampling) else None),
+        "sampling.bias": Parcel(False, bias, None if sampling.any_bias else "none"),
+        "sampling.history": Parcel(False, history, None if sampling.any_penalty else "none"),
+    }
+
+
 class _Packer:
     """Fills the arrays of a step row by row."""
 
@@ -326,10 +343,27 @@ class _Packer:
         self.sampling_rows: list[PlannedSequence] = []
         self.sampled: list[int] = []
         self.firsts: list[int] = []
-        self._decodes = self._blocks = self.used = 0
+        self._blocks = self.used = 0
 
-    def add(self, row: Row) -> None:
-        """Writes a row's tokens."""
+    def add_decodes(self, rows: Sequence[Row]) -> None:
+        """Writes the tokens of all decode rows, which come first and all sample."""
+        if not rows:
+            return
+        sequences, count = [row.sequence for row in rows], len(rows)
+        positions = np.array([row.start for row in rows], np.int32)
+        self.tokens[:count] = [row.sequence.token(row.start) for row in rows]
+        self.positions[:count] = positions
+        self.owners[:count] = [sequence.adapter_id for sequence in sequences]
+        self.pages[:count] = self.decode.place_each(sequences, positions)
+        self.offsets[:count] = positions % self._page_tokens
+        self.sample_rows[:count] = np.arange(count)
+        self.sampling_rows += sequences
+        self.sampled += range(count)
+        self.firsts += range(count)
+        self.used = count
+
+    def add_prefill(self, row: Row) -> None:
+        """Writes the tokens of a chunk of a prompt."""
         at = self._place(row)
         self.used = max(self.used, at + row.count)
         self.firsts.append(at)
@@ -337,21 +371,16 @@ class _Packer:
         if row.samples:
             self.sample_rows[len(self.sampling_rows)] = at + row.count - 1
             self.sampling_rows.append(row.sequence)
-        if not row.decode and row.sequence.sampling.prompt_logprobs is not None:
+        if row.sequence.sampling.prompt_logprobs is not None:
             self._want_scores(row, at - self._bucket.decode_rows)
 
     def _place(self, row: Row) -> int:
         sequence = row.sequence
         positions = np.arange(row.start, row.start + row.count, dtype=np.int32)
-        if row.decode:
-            at = self._decodes
-            self.decode.place(sequence, positions, group=at, groups=1)
-            self._decodes += 1
-        else:
-            groups = prefill_slots(row.count) // PREFILL_BLOCK
-            at = self._bucket.decode_rows + self._blocks * PREFILL_BLOCK
-            self.prefill.place(sequence, positions, group=self._blocks, groups=groups)
-            self._blocks += groups
+        groups = prefill_slots(row.count) // PREFILL_BLOCK
+        at = self._bucket.decode_rows + self._blocks * PREFILL_BLOCK
+        self.prefill.place(sequence, positions, group=self._blocks, groups=groups)
+        self._blocks += groups
         here = slice(at, at + row.count)
         self.tokens[here] = [sequence.token(p) for p in range(row.start, row.start + row.count)]
         self.positions[here] = positions

@@ -172,9 +172,7 @@ class JaxExecutor:
         with annotate(annotations.PACK):
             parcels = self.send(bucket, built)
         with annotate(annotations.DISPATCH):
-            memory.kv, result = program.run(
-                self._params, memory.pool, memory.adapters, memory.kv, parcels, built.sampling
-            )
+            memory.kv, result = program.run(self._params, memory.pool, memory.adapters, memory.kv, parcels)
             for crossing, size in program.traffic.of(built.use):
                 self._ledger.add(crossing, moved_bytes=size.moved, useful_bytes=size.useful)
         self.meanwhile()
@@ -284,7 +282,7 @@ class JaxExecutor:
             return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=sharding)
 
         arrays = jax.tree.map(abstract, (self._params, memory.pool, memory.adapters, memory.kv))
-        return *arrays, {name: words(name) for name in packing}, jax.tree.map(abstract, empty.sampling)
+        return *arrays, {name: words(name) for name in packing}
 
 
 def _control(parcel: str) -> Crossing:

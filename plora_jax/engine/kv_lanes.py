@@ -7,6 +7,7 @@ or attended near the data (`distributed`); the strategy may differ from sequence
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ class KvShape(NamedTuple):
         queries: Q, queries of a group.
         sequences: most sequences of the phase.
         table_pages: M.
+        page_tokens: of a page.
         pool_devices: D.
         device_pages: pages of one pool device.
     """
@@ -32,6 +34,7 @@ class KvShape(NamedTuple):
     queries: int
     sequences: int
     table_pages: int
+    page_tokens: int
     pool_devices: int
     device_pages: int
 
@@ -94,9 +97,34 @@ class KvPacker:
         """
         assert sequence.kv is not None, sequence.seq_id
         here = slice(group, group + groups)
-        device, pool = sequence.kv.device_table(), sequence.kv.pool_table()
+        device = sequence.kv.device_table()
         self._tables[here, : len(device)] = device
         self._positions[here].reshape(-1)[: len(positions)] = positions
+        self._place_missing(sequence, len(positions), here)
+
+    def place_each(self, sequences: SequenceOf[Sequence], positions: np.ndarray) -> np.ndarray:
+        """Puts one query of each sequence into the first groups.
+
+        Args:
+            sequences: as for `place`.
+            positions: [count] int32 of the queries.
+
+        Returns:
+            [count] int32, the device page that each query is written to.
+        """
+        count = len(sequences)
+        for group, sequence in enumerate(sequences):
+            assert sequence.kv is not None, sequence.seq_id
+            device = sequence.kv.device_table()
+            self._tables[group, : len(device)] = device
+            self._place_missing(sequence, 1, slice(group, group + 1))
+        self._positions[:count, 0] = positions
+        return self._tables[np.arange(count), positions // self._shape.page_tokens]
+
+    def _place_missing(self, sequence: Sequence, queries: int, here: slice) -> None:
+        """The pages of a sequence that are not on the device, for the groups that hold its queries."""
+        assert sequence.kv is not None, sequence.seq_id
+        pool = sequence.kv.pool_table()
         missing = np.flatnonzero(pool != ABSENT)
         if not missing.size:
             return
@@ -106,11 +134,11 @@ class KvPacker:
             self._streamed += missing.size
             return
         owners = pool[missing] // self._shape.device_pages
-        self._near_groups += groups
+        self._near_groups += here.stop - here.start
         for d in range(self._shape.pool_devices):
             on_device = missing[owners == d]
             self._near[d][here, on_device] = pool[on_device]
-            self._near_queries[d] += len(positions) if on_device.size else 0
+            self._near_queries[d] += queries if on_device.size else 0
 
     def finish(self) -> PhaseKv:
         """The tables of everything placed, as numpy arrays."""

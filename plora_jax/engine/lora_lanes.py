@@ -107,6 +107,8 @@ class LanePacker:
                 that changes.
             changes: take only adapters that change this projection.
         """
+        if not owners.any():
+            return self.empty
         identities, counts = np.unique(owners[owners > 0], return_counts=True)
         members: dict[str, list[AdapterUse]] = collections.defaultdict(list)
         tokens = dict(self.empty.tokens)

@@ -1,6 +1,6 @@
 """One step of the engine as a pure function: model, strategies and sampling, compiled once a bucket.
 
-`step(params, pool, adapters, kv, parcels, sampling) -> (kv, result)`: KV pages are donated and updated in place; base
+`step(params, pool, adapters, kv, parcels) -> (kv, result)`: KV pages are donated and updated in place; base
 weights, adapter pages and the pool are read. The whole step runs inside one shard_map over the mesh axis `tensor`:
 every shard runs the same code on its own heads, widths and pages, and reductions are explicit.
 """
@@ -91,6 +91,7 @@ class StepInputs(NamedTuple):
         kv_control: the same in the pool; on the device where nothing computes near the data.
         lora: lanes by phase and strategy, on the device.
         lora_control: the same in the pool; `resident` has no part there, and none has where nothing computes there.
+        sampling: options of the sampled rows.
     """
 
     tokens: StepTokens
@@ -98,6 +99,7 @@ class StepInputs(NamedTuple):
     kv_control: Mapping[str, KvControl]
     lora: Mapping[str, Mapping[str, LoraLane]]
     lora_control: Mapping[str, Mapping[str, LoraLane]]
+    sampling: SamplingBatch
 
 
 def open_parcels(
@@ -124,7 +126,8 @@ def open_parcels(
 
     lora = {phase: lanes("", phase) for phase in LORA_PHASES}
     control = {phase: lanes("near_", phase) if near else {} for phase in LORA_PHASES}
-    return StepInputs(tokens, kv, trees["kv"], lora, control)
+    sampling = SamplingBatch(**trees["sampling"], **trees["sampling.bias"], **trees["sampling.history"])
+    return StepInputs(tokens, kv, trees["kv"], lora, control, sampling)
 
 
 class PagedContext:
@@ -246,7 +249,7 @@ class PagedContext:
     ) -> tuple[jax.Array, jax.Array]:
         c, layout = self._config, self._setting.layout
         with jax.named_scope(scopes.KV_WRITE):
-            cache = write_kv(cache, layer.index, k, v, self._inputs.tokens.write, layout=layout)
+            cache = write_kv(cache, layer.index, k, v, self._inputs.tokens.write, layout=layout, used=self.used())
         maths = HeadMaths(c.query_scale, c.attention_soft_cap, layer.window)
         memory = Memory(self._pool, self._adapters, cache)
         parts = []
@@ -293,7 +296,7 @@ def make_step(
         param_specs: how the parameter tree lies over the mesh.
 
     Returns:
-        A function (params, pool, adapters, kv, parcels, sampling) -> (kv, StepResult), to be jitted with `kv` donated.
+        A function (params, pool, adapters, kv, parcels) -> (kv, StepResult), to be jitted with `kv` donated.
     """
 
     def step(
@@ -302,7 +305,6 @@ def make_step(
         adapters: jax.Array,
         kv: jax.Array,
         parcels: Mapping[str, jax.Array],
-        sampling: SamplingBatch,
     ) -> tuple[jax.Array, StepResult]:
         with jax.named_scope(scopes.INPUTS):
             inputs = open_parcels(parcels, packing, near=setting.near)
@@ -316,7 +318,7 @@ def make_step(
             rows = hidden.at[tokens.sample_rows].get(mode="promise_in_bounds")
             logits = decoder.logits(params, rows, adapt=lambda logits: context.adapt_logits(logits, rows, "head"))
         with jax.named_scope(scopes.SAMPLE):
-            sampled = sample(logits, sampling)
+            sampled = sample(logits, inputs.sampling)
             token_ids = jnp.where(context.is_finite(rows, logits), sampled.token_ids, OVERFLOWED)
             sampled = sampled._replace(token_ids=token_ids)
         prompt = _prompt_logprobs(decoder, params, hidden[tokens.decode.positions.shape[0] :], inputs, context)
@@ -326,7 +328,7 @@ def make_step(
     return jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(param_specs, sharded, sharded, sharded, whole, whole),
+        in_specs=(param_specs, sharded, sharded, sharded, whole),
         out_specs=(sharded, whole),
         check_vma=False,
     )

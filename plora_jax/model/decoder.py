@@ -139,7 +139,7 @@ class Decoder:
         (x, out, cache), _ = lax.scan(body, (x, jnp.zeros(x.shape, jnp.float32), cache), layers)
         with jax.named_scope(scopes.NORM):
             c = self.config
-            return add_rms_norm(x, out, params["final_norm"], c.norm_eps, c.norm_offset)[1], cache
+            return add_rms_norm(x, out, params["final_norm"], c.norm_eps, c.norm_offset, used)[1], cache
 
     def _rotations(self, positions: jax.Array) -> Rotation:
         """[kinds, ..., H / 2]: the rotations that layers have in common, computed once."""

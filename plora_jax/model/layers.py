@@ -116,22 +116,24 @@ class DecoderLayer(nnx.Module):
         Returns:
             The residual stream, what is to be added to it, and the cache.
         """
-        x, hidden = self._add("input_norm", x, out)
+        x, hidden = self._add("input_norm", x, out, layer)
         out, cache = self._attention(hidden, cache, context, layer)
-        out = self._norm("post_attention_norm", out, x.dtype) if self.config.post_norms else out
-        x, hidden = self._add("pre_mlp_norm", x, out)
+        out = self._norm("post_attention_norm", out, x.dtype, layer) if self.config.post_norms else out
+        x, hidden = self._add("pre_mlp_norm", x, out, layer)
         out = self._experts(hidden) if self.config.num_experts else self._mlp(hidden, context, layer)
-        out = self._norm("post_mlp_norm", out, x.dtype) if self.config.post_norms else out
+        out = self._norm("post_mlp_norm", out, x.dtype, layer) if self.config.post_norms else out
         return x, out.astype(jnp.float32), cache
 
-    def _add(self, name: str, x: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _add(self, name: str, x: jax.Array, out: jax.Array, layer: LayerConstants) -> tuple[jax.Array, jax.Array]:
         """The residual stream with `out` added, and the norm of that."""
         with jax.named_scope(scopes.NORM):
-            return add_rms_norm(x, out, self._weight(name), self.config.norm_eps, self.config.norm_offset)
+            c = self.config
+            return add_rms_norm(x, out, self._weight(name), c.norm_eps, c.norm_offset, layer.used)
 
-    def _norm(self, name: str, x: jax.Array, dtype: Any) -> jax.Array:
+    def _norm(self, name: str, x: jax.Array, dtype: Any, layer: LayerConstants) -> jax.Array:
         with jax.named_scope(scopes.NORM):
-            return rms_norm(x, self._weight(name), self.config.norm_eps, self.config.norm_offset, dtype)
+            c = self.config
+            return rms_norm(x, self._weight(name), c.norm_eps, c.norm_offset, dtype, layer.used)
 
     def _weight(self, name: str) -> jax.Array:
         return getattr(self, name)[...]
@@ -169,9 +171,9 @@ class DecoderLayer(nnx.Module):
         q = q.reshape(*q.shape[:-1], c.num_heads, c.head_dim)
         k, v = (y.reshape(*y.shape[:-1], c.num_kv_heads, c.head_dim) for y in (k, v))
         if c.qk_norm:
-            q, k = self._norm("q_norm", q, x.dtype), self._norm("k_norm", k, x.dtype)
+            q, k = self._norm("q_norm", q, x.dtype, layer), self._norm("k_norm", k, x.dtype, layer)
         with jax.named_scope(scopes.ROTARY):
-            q, k = (rotate(y, layer.rotation, x.dtype) for y in (q, k))
+            q, k = (rotate(y, layer.rotation, x.dtype, layer.used) for y in (q, k))
         cache, out = context.attend(cache, q, k, v, layer)
         (out,) = self._project(out.reshape(*out.shape[:-2], -1), ("o_proj",), context, layer)
         return out, cache
@@ -179,7 +181,7 @@ class DecoderLayer(nnx.Module):
     def _mlp(self, x: jax.Array, context: Context, layer: LayerConstants) -> jax.Array:
         gate, up = self._project(x, ("gate_proj", "up_proj"), context, layer)
         with jax.named_scope(scopes.ACTIVATION):
-            active = gated(gate, up, self.config.activation, x.dtype)
+            active = gated(gate, up, self.config.activation, x.dtype, layer.used)
         (out,) = self._project(active, ("down_proj",), context, layer)
         return out
 

@@ -52,15 +52,16 @@ def rotation_of(positions: jax.Array, freqs: jax.Array) -> Rotation:
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
-def rotate(x: jax.Array, rotation: Rotation, dtype: Any) -> jax.Array:
+def rotate(x: jax.Array, rotation: Rotation, dtype: Any, used: jax.Array | None = None) -> jax.Array:
     """Rotates halves: dimension i is paired with i + H / 2.
 
     Args:
         x: [..., heads, H] of `dtype`, or float32 that is first rounded to it.
         rotation: of the tokens [...].
         dtype: of the result.
+        used: as `Context.used`.
 
     Returns:
         Same shape as x; computed in float32.
     """
-    return rotated(x, rotation.cos, rotation.sin, dtype)
+    return rotated(x, rotation.cos, rotation.sin, dtype, used)

@@ -152,14 +152,27 @@ ffi::Error AttentionImpl(ffi::ThreadPool pool, Any q, Any pages, I32 layer, I32 
                      {scale, cap, window.typed_data()[0]}, positions.typed_data(), tables.typed_data(),
                      tables.dimensions()[1], sizes[2], page_tokens, out->typed_data(), top->typed_data(), sum->typed_data()};
   std::fill_n(call.top, call.groups * call.heads * call.count, kMasked);
-  // Few rows are bound by memory, which likes all heads of a page together, unless that leaves threads without work.
-  bool together = call.count <= 2 * kTileRows && call.groups >= 4 * static_cast<int64_t>(pool.num_threads());
-  int64_t heads_of_task = together ? call.heads : 1, tasks_of_group = call.heads / heads_of_task;
-  std::vector<AttentionTask> tasks;
+  std::vector<AttentionTask> tasks;  // of groups that see something, at first
   for (int64_t n = 0; n < call.groups; ++n) {
     auto seen = SeenTokens(call.positions + n * call.queries, call.queries, call.maths.window);
     int64_t from = seen.first / page_tokens, to = std::min((seen.second + page_tokens - 1) / page_tokens, call.table_pages);
-    for (int64_t i = 0; i < tasks_of_group; ++i) tasks.push_back({n, i * heads_of_task, heads_of_task, from, to});
+    if (from < to) {
+      tasks.push_back({n, 0, call.heads, from, to});
+    } else {
+      int64_t rows = call.heads * call.count;
+      std::fill_n(call.out + n * rows * call.dim, rows * call.dim, 0.0f);
+      std::fill_n(call.sum + n * rows, rows, 0.0f);
+    }
+  }
+  // Few rows are bound by memory, which likes all heads of a page together, unless that leaves threads without work.
+  bool together = call.count <= 2 * kTileRows && static_cast<int64_t>(tasks.size()) >= 4 * pool.num_threads();
+  int64_t heads_of_task = together ? call.heads : 1;
+  if (!together) {
+    std::vector<AttentionTask> of_heads;
+    for (const AttentionTask& group : tasks) {
+      for (int64_t head = 0; head < call.heads; ++head) of_heads.push_back({group.n, head, 1, group.from, group.to});
+    }
+    tasks = std::move(of_heads);
   }
   auto length = [](const AttentionTask& task) { return task.to - task.from; };
   // The longest first, so that no thread waits long for another at the end.

@@ -8,6 +8,7 @@
 #include "int8_pages.h"
 #include "rows.h"
 #include "threads.h"
+#include "used_rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -51,9 +52,9 @@ struct KvRows {
 // Rows of H numbers of a head: tokens [T, K, H], pages [L, P, 2, K, G, H], or as int8_pages.h reads them.
 template <bool kInt8>
 ffi::Error WriteKvImpl(ffi::ThreadPool pool, ffi::AnyBuffer pages, I32 layer, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                       I32 page_of, I32 offset_of, ffi::Result<ffi::AnyBuffer> out, int32_t page_tokens) {
+                       I32 page_of, I32 offset_of, I32 used, ffi::Result<ffi::AnyBuffer> out, int32_t page_tokens) {
   if (out->untyped_data() != pages.untyped_data()) return ffi::Error::Internal("plora_write_kv: the pages were copied");
-  int64_t tokens = k.dimensions()[0], heads = k.dimensions()[1], num_pages = pages.dimensions()[1];
+  int64_t tokens = UsedRows(used, k.dimensions()[0]), heads = k.dimensions()[1], num_pages = pages.dimensions()[1];
   int64_t wide = ffi::ByteWidth(pages.element_type()), bytes = k.dimensions()[2] * (kInt8 ? 1 : wide);
   int64_t part_bytes = pages.dimensions()[2] * wide / (2 * heads);
   const KvRows parts[] = {KvRows(k, bytes, kInt8), KvRows(v, bytes, kInt8)};
@@ -90,6 +91,7 @@ auto WriteKvOperands() {
       .Arg<I32>()
       .Arg<ffi::AnyBuffer>()
       .Arg<ffi::AnyBuffer>()
+      .Arg<I32>()
       .Arg<I32>()
       .Arg<I32>()
       .Ret<ffi::AnyBuffer>()

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "int8_products.h"
+#include "used_rows.h"
 #include "threads.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -27,9 +28,6 @@ struct Projection {
   int64_t column_tiles;
   float* y;
 };
-
-// Rows of x that somebody reads the results of: the first ones.
-int64_t UsedRows(const I32& used, int64_t count) { return std::clamp<int64_t>(used.typed_data()[0], 0, count); }
 
 // Zeros for the rows [first, count) of y [., stride], `width` numbers of each.
 void FillRest(float* y, int64_t first, int64_t count, int64_t width, int64_t stride) {

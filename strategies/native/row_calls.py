@@ -5,6 +5,8 @@ bfloat16 goes in and out as it is: XLA on the CPU makes a bitcast to raw numbers
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,29 +14,37 @@ import numpy as np
 from memory_pool.layout import PageLayout
 
 
-def gated(gate: jax.Array, up: jax.Array, *, silu: bool) -> jax.Array:
-    """As strategies.rowwise.xla_gated to bfloat16, from bfloat16 or float32."""
-    return jax.ffi.ffi_call("plora_gated", _bfloat16(gate))(gate, up, silu=np.bool_(silu))
+def gated(gate: jax.Array, up: jax.Array, used: jax.Array | None, *, silu: bool) -> jax.Array:
+    """As strategies.rowwise.xla_gated to bfloat16, from bfloat16 or float32; 0 where nothing is used."""
+    call = jax.ffi.ffi_call("plora_gated", _bfloat16(gate))
+    return call(gate, up, _used(used, gate.shape[:-1]), silu=np.bool_(silu))
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, offset: bool) -> jax.Array:
-    """As strategies.rowwise.xla_rms_norm to bfloat16, from bfloat16 or float32 and a bfloat16 weight."""
+def rms_norm(x: jax.Array, weight: jax.Array, used: jax.Array | None, *, eps: float, offset: bool) -> jax.Array:
+    """As strategies.rowwise.xla_rms_norm to bfloat16, from bfloat16 or float32 and a bfloat16 weight.
+
+    0 where nothing is used.
+    """
     call = jax.ffi.ffi_call("plora_rms_norm", _bfloat16(x))
-    return call(x, weight, eps=np.float32(eps), offset=np.bool_(offset))
+    return call(x, weight, _used(used, x.shape[:-1]), eps=np.float32(eps), offset=np.bool_(offset))
 
 
 def add_rms_norm(
-    x: jax.Array, out: jax.Array, weight: jax.Array, *, eps: float, offset: bool
+    x: jax.Array, out: jax.Array, weight: jax.Array, used: jax.Array | None, *, eps: float, offset: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """As strategies.rowwise.xla_add_rms_norm of bfloat16 x and weight, and bfloat16 or float32 out."""
+    """As strategies.rowwise.xla_add_rms_norm of bfloat16 x and weight, and bfloat16 or float32 out.
+
+    Both are 0 where nothing is used.
+    """
     call = jax.ffi.ffi_call("plora_add_rms_norm", [_bfloat16(x)] * 2)
-    total, norm = call(x, out, weight, eps=np.float32(eps), offset=np.bool_(offset))
+    rows = _used(used, x.shape[:-1])
+    total, norm = call(x, out, weight, rows, eps=np.float32(eps), offset=np.bool_(offset))
     return total, norm
 
 
-def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """As strategies.rowwise.xla_rotated to bfloat16, from bfloat16 or float32."""
-    return jax.ffi.ffi_call("plora_rotate", _bfloat16(x))(x, cos, sin)
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, used: jax.Array | None) -> jax.Array:
+    """As strategies.rowwise.xla_rotated to bfloat16, from bfloat16 or float32; 0 where nothing is used."""
+    return jax.ffi.ffi_call("plora_rotate", _bfloat16(x))(x, cos, sin, _used(used, x.shape[:-2]))
 
 
 def write_kv(
@@ -45,9 +55,12 @@ def write_kv(
     *,
     pages_T: jax.Array,
     offsets_T: jax.Array,
+    used: jax.Array | None,
     layout: PageLayout,
 ) -> jax.Array:
-    """As strategies.kv_write.xla_write_kv, for keys and values as wide as the pages' numbers, or float32 for bfloat16.
+    """As strategies.kv_write.xla_write_kv of the tokens that are used.
+
+    Keys and values are as wide as the pages' numbers, or float32 for bfloat16.
 
     int8 is the same to the bit, of bfloat16 and float32.
 
@@ -59,12 +72,20 @@ def write_kv(
     """
     target = "plora_int8_write_kv" if layout.int8_kv else "plora_write_kv"
     call = jax.ffi.ffi_call(target, jax.typeof(pages_LPW), input_output_aliases={0: 0})
-    return call(pages_LPW, layer, k_TKH, v_TKH, pages_T, offsets_T, page_tokens=np.int32(layout.page_tokens))
+    used = _used(used, pages_T.shape)
+    return call(pages_LPW, layer, k_TKH, v_TKH, pages_T, offsets_T, used, page_tokens=np.int32(layout.page_tokens))
 
 
 def first_best(x_BV: jax.Array) -> jax.Array:
     """As strategies.rowwise.xla_first_best."""
     return jax.ffi.ffi_call("plora_first_best", jax.ShapeDtypeStruct(x_BV.shape[:1], jnp.int32))(x_BV)
+
+
+def _used(used: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    """[] int32, rows that are used of those of `shape`, of which `used` counts the first axis."""
+    if used is None:
+        return jnp.int32(math.prod(shape))
+    return used * math.prod(shape[1:]) if len(shape) > 1 else used
 
 
 def _bfloat16(x: jax.Array) -> jax.ShapeDtypeStruct:

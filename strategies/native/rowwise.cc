@@ -8,6 +8,7 @@
 
 #include "rows.h"
 #include "threads.h"
+#include "used_rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -61,8 +62,7 @@ void Gate(const T* gate, const T* up, uint16_t* out, int64_t count) {
 }
 
 template <typename T>
-void Gated(int threads, const ffi::AnyBuffer& gate, const ffi::AnyBuffer& up, uint16_t* out, bool silu) {
-  int64_t count = gate.element_count();
+void Gated(int threads, const ffi::AnyBuffer& gate, const ffi::AnyBuffer& up, int64_t count, uint16_t* out, bool silu) {
   auto x = static_cast<const T*>(gate.untyped_data()), y = static_cast<const T*>(up.untyped_data());
   std::vector<int64_t> costs((count + kBlock - 1) / kBlock, kBlock * kOfActivation);
   Parallel(threads, costs, [&](int begin, int end) {
@@ -72,9 +72,13 @@ void Gated(int threads, const ffi::AnyBuffer& gate, const ffi::AnyBuffer& up, ui
   });
 }
 
-ffi::Error GatedImpl(ffi::ThreadPool pool, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::Result<Bf16> out, bool silu) {
+ffi::Error GatedImpl(ffi::ThreadPool pool, ffi::AnyBuffer gate, ffi::AnyBuffer up, I32 used, ffi::Result<Bf16> out,
+                     bool silu) {
   auto run = gate.element_type() == ffi::F32 ? Gated<float> : Gated<uint16_t>;
-  run(pool.num_threads(), gate, up, out->typed_data(), silu);
+  int64_t all = gate.element_count(), width = gate.dimensions().size() ? gate.dimensions().back() : 1;
+  int64_t count = width ? UsedRows(used, all / width) * width : 0;
+  run(pool.num_threads(), gate, up, count, out->typed_data(), silu);
+  std::fill_n(out->typed_data() + count, all - count, 0);
   return ffi::Error::Success();
 }
 
@@ -124,7 +128,7 @@ using namespace plora;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     plora_gated, GatedImpl,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<Bf16>().Attr<bool>("silu"));
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<I32>().Ret<Bf16>().Attr<bool>("silu"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_first_best, FirstBestImpl,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Ret<I32>());

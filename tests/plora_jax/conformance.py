@@ -53,7 +53,8 @@ class LogitsRecorder:
         def logits(params, pool, adapters, kv, parcels):
             inputs = open_parcels(parcels, packing)
             # Those that `deploy` has: the other lanes are empty, and leaving them out halves the compilation.
-            lora, control = ({p: {n: x[n] for n in PREFERRED if n in x} for p, x in y.items()} for y in inputs[3:])
+            served = (inputs.lora, inputs.lora_control)
+            lora, control = ({p: {n: x[n] for n in PREFERRED if n in x} for p, x in y.items()} for y in served)
             inputs = inputs._replace(lora=lora, lora_control=control)
             context = PagedContext(decoder, inputs, pool, adapters, setting=self.inner.setting)
             x = decoder.embed(params, inputs.tokens.tokens, np.float32, context=context)

@@ -2,12 +2,13 @@
 
 import types
 
+import jax
 import numpy as np
 
 from plora_jax.engine.kv_lanes import KvPacker, KvShape
 from strategies.lanes import ABSENT
 
-SHAPE = KvShape(groups=3, queries=2, sequences=2, table_pages=8, pool_devices=2, device_pages=100)
+SHAPE = KvShape(groups=3, queries=2, sequences=2, table_pages=8, page_tokens=4, pool_devices=2, device_pages=100)
 
 
 def sequence(device, pool):
@@ -48,3 +49,14 @@ def test_missing_pages_are_streamed_once_for_all_groups_of_a_sequence():
     assert built.missing.slots[:, :3].tolist() == [[ABSENT] * 3, [0, ABSENT, 1], [0, ABSENT, 1]]
     assert (built.missing.rounds, built.use.streamed_pages, built.missing.near_groups) == (1, 2, 0)
     assert (built.control.tables == ABSENT).all()
+
+
+def test_one_query_of_each_sequence_is_placed_as_one_by_one():
+    sequences = [sequence([4, ABSENT, 9], [ABSENT, 7, ABSENT]), sequence([5, 6], [ABSENT, ABSENT])]
+    positions = np.array([11, 3], np.int32)
+    together, alone = (KvPacker(SHAPE._replace(queries=1), lambda _: "distributed") for _ in range(2))
+    assert together.place_each(sequences, positions).tolist() == [9, 5]
+    for group, each in enumerate(sequences):
+        alone.place(each, positions[group : group + 1], group=group, groups=1)
+    for got, want in zip(*(jax.tree.leaves(packer.finish()) for packer in (together, alone)), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -13,6 +13,7 @@ from plora_jax.engine import sampling
 from plora_jax.engine.params import SamplingParams
 from plora_jax.engine.plan import Sequence
 from plora_jax.engine.sampling import SamplingBatch, make_sampling_batch, sample, token_logprobs
+from plora_jax.engine.sampling_batch import is_plain
 
 VOCAB = 1000
 ROWS = 8
@@ -355,6 +356,24 @@ def test_make_sampling_batch_flags_say_what_the_rows_use() -> None:
     assert flags(temperature=0.0, logit_bias={1: 2.0}) == off | {"any_bias": True}
     assert flags(temperature=0.0, min_tokens=1, suppressed=(2,)) == off | {"any_bias": True}
     assert flags(temperature=0.0, logprobs=0) == off | {"any_logprobs": True}
+
+
+def test_batch_of_rows_that_take_the_best_token_is_shared_and_read_only() -> None:
+    greedy = row(temperature=0.0, seed=3, output=(1, 2), min_tokens=2, suppressed=(5,))
+    batch = batch_of([greedy, greedy])
+    assert is_plain(batch)
+    assert batch is batch_of([row(temperature=1e-7)])
+    assert not any(np.asarray(array).flags.writeable for array in batch)
+    logits = logits_of(40)
+    np.testing.assert_array_equal(sample(logits, batch).token_ids, np.argmax(logits, axis=1))
+    for changed in (
+        row(),
+        row(temperature=0.0, presence_penalty=0.1),
+        row(temperature=0.0, logit_bias={1: 2.0}),
+        row(temperature=0.0, min_tokens=1, suppressed=(2,)),
+        row(temperature=0.0, logprobs=0),
+    ):
+        assert not is_plain(batch_of([greedy, changed]))
 
 
 def test_make_sampling_batch_history_holds_only_rows_with_penalties() -> None:

@@ -71,6 +71,17 @@ def test_write_kv_rounds_float32_values_for_bfloat16_pages(write, head_dim):
 
 
 @needs_native
+@pytest.mark.parametrize("used", [0, 7, 20, 99])
+def test_write_kv_of_the_tokens_that_are_used_writes_no_others(used):
+    layout, numbers, k, v = case("bfloat16", 20)
+    where = places(20)
+    write = jax.jit(functools.partial(write_kv, layout=layout))
+    got = write(raw(numbers), np.int32(1), k, v, where, used=np.int32(used))
+    first = KvWrite(where.pages[:used], where.offsets[:used])
+    np.testing.assert_array_equal(got, write(raw(numbers), np.int32(1), k[:used], v[:used], first))
+
+
+@needs_native
 def test_write_kv_of_tokens_to_one_place_leaves_the_last():
     layout, numbers, k, v = case("bfloat16", 60)
     where = KvWrite(np.zeros(60, np.int32), np.zeros(60, np.int32))

@@ -180,6 +180,26 @@ def test_rotated_native_equals_xla_to_a_rounding_of_the_dtype(dtype, shape):
     assert np.mean(got != want) < 0.005
 
 
+@needs_native
+@pytest.mark.parametrize("used", [0, 1, 3, 5, 9])
+@pytest.mark.parametrize("shape", [(5, 64), (5, 3, 64), (5, 2, 3, 38)])
+def test_rows_that_are_used_are_those_of_all_and_the_others_are_zero(used, shape):
+    x, y, weight = numbers(shape), wide(shape, seed=1), numbers(shape[-1:], seed=2)
+    angles = wide((*shape[:-2], shape[-1] // 2), seed=3)
+    rotate = len(shape) > 2
+    calls = [
+        lambda used: gated(x, numbers(shape, seed=1), "silu", BF16, used),
+        lambda used: rms_norm(y, weight, 1e-5, False, BF16, used),
+        *(lambda used, part=part: add_rms_norm(x, y, weight, 1e-5, True, used)[part] for part in (0, 1)),
+        *([lambda used: rotated(y, np.cos(angles), np.sin(angles), BF16, used)] if rotate else []),
+    ]
+    for call in calls:
+        got, whole = np.asarray(jax.jit(call)(np.int32(used))), np.asarray(jax.jit(call)(None))
+        np.testing.assert_array_equal(got[:used], whole[:used])
+        assert not got[used:].any()
+        assert whole.all(axis=-1).any()
+
+
 def test_rotated_of_other_shapes_is_the_reference():
     x, angles = numbers((4, 1, 2, 8)), wide((3, 4), seed=1)
     got = rotated(x, np.cos(angles), np.sin(angles), BF16)
