@@ -8,7 +8,8 @@
 
 All adapters are loaded once into the pools of --side_by_side engines. A run is that of auto and of some other policies
 under the same requests, each by an engine of its own, which take turns of --turn_steps steps: so they meet the same
-machine, however fast it is that minute, and "over auto" is the median of their ratios, run by run. Before a run the
+machine, however fast it is that minute, and "over auto" is the median of their ratios, run by run. The first steps of
+a turn, which find nothing in the caches, are left out of all times. Before a run the
 devices are emptied of adapters and the policies begin with nothing known. --concurrency streams send one request after
 the other; what is measured ends before streams run out of requests. Policies are compared by "ms": the mean ITL of
 steps that only decode, times the streams there should be over those that ran, as a stream that waits for room for its
@@ -144,7 +145,7 @@ class Bench:
         finally:
             turns.leave(place)
 
-    def _run(self, policy: str, traffic: Traffic, wait: Callable[[], None]) -> RunFigures:
+    def _run(self, policy: str, traffic: Traffic, wait: Callable[[], int]) -> RunFigures:
         case, deployment = self._case, self._deployment
         pool = deployment.adapters
         assert pool is not None

@@ -20,6 +20,8 @@ ON_DEVICE = frozenset(name for name, strategy in LORA.items() if strategy.needs.
 class RunFigures(NamedTuple):
     """What one run gave, its warm-up and its end left out; None for what cannot be in it.
 
+    Times and rates are those of settled steps.
+
     Attributes:
         latency_s: `itl_s`, times the streams there should be over those that ran: a stream that waits until there is
             room for its adapter gets no token either. Policies are compared by it.
@@ -85,19 +87,19 @@ def run_figures(
     Raises:
         StartError: it was too short.
     """
-    steps = watched.steps
+    steps, every = [step for step in watched.steps if step.settled], watched.steps
+    if not any(step.served for step in steps if not step.prefill_tokens):
+        raise StartError("no step of a run only decoded: raise --requests or --new_tokens, or lower --warmup_requests")
     seconds = np.array([step.seconds for step in steps])
     tokens = np.array([len(step.served) for step in steps])
     rows = np.array([step.rows for step in steps])
     streams = float((rows * seconds).sum() / seconds.sum())
     pure = np.array([not step.prefill_tokens for step in steps])
-    if not (tokens * pure).any():
-        raise StartError("no step of a run only decoded: raise --requests or --new_tokens, or lower --warmup_requests")
     gaps, all_gaps = np.repeat(seconds[pure], tokens[pure]), np.repeat(seconds, tokens)
-    strategies = [strategy for step in steps for _, strategy in step.served]
+    strategies = [strategy for step in every for _, strategy in step.served]
     predicted = [step.predicted_s for step, only in zip(steps, pure, strict=True) if only and step.predicted_s]
-    planned = [step.planned_s for step in steps if step.planned_s is not None]
-    quarters = _quarters(steps, traffic, index_of, _popular(traffic, sizes, room))
+    planned = [step.planned_s for step in every if step.planned_s is not None]
+    quarters = _quarters(every, traffic, index_of, _popular(traffic, sizes, room))
     return RunFigures(
         latency_s=float(gaps.mean()) * concurrency / streams,
         all_itl_s=float(all_gaps.mean()),
@@ -107,11 +109,11 @@ def run_figures(
         itl_p99_s=float(np.percentile(gaps, 99)),
         streams=streams,
         tokens_per_s=float(tokens.sum() / seconds.sum()),
-        tokens=int(tokens.sum()),
+        tokens=len(strategies),
         on_device=sum(strategy in ON_DEVICE for strategy in strategies) / len(strategies),
         by_strategy={name: strategies.count(name) / len(strategies) for name in LORA},
-        link_bytes_per_token=watched.link_bytes / int(tokens.sum()),
-        copied_pages=sum(step.moved_pages for step in steps),
+        link_bytes_per_token=watched.link_bytes / len(strategies),
+        copied_pages=sum(step.moved_pages for step in every),
         plans=len(planned),
         plan_s=statistics.mean(planned) if planned else None,
         predicted_s=statistics.mean(predicted) if predicted else None,

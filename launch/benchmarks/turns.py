@@ -23,14 +23,20 @@ class Turns:
         self._made = 0
         self._changed = threading.Condition()
 
-    def take(self, engine: int) -> None:
-        """Returns when an engine may make a step; at once after it has left. Called once for each step, before it."""
+    def take(self, engine: int) -> int:
+        """Returns when an engine may make a step; at once after it has left. Called once for each step, before it.
+
+        Returns:
+            How many steps of its turn come before this one.
+        """
         with self._changed:
             if self._is_on(engine) and self._made == self._steps:
                 self._order.rotate(-1)
                 self._begin()
             self._changed.wait_for(lambda: self._is_on(engine) or engine not in self._order)
+            before = self._made
             self._made += self._is_on(engine)
+            return before
 
     def leave(self, engine: int) -> None:
         """Others no longer wait for an engine, which must have made its last step."""
