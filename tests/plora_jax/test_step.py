@@ -97,7 +97,7 @@ def prefer(built, engine, order):
 
 
 def test_step_without_adapters_and_with_all_pages_on_the_device_moves_nothing():
-    built = deploy("gemma2")
+    built = deploy(MODEL)
     auditor = Auditor(built)
     engine = engine_over(built, auditor, chunk=None)
     engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
