@@ -30,7 +30,7 @@ class Turns:
             How many steps of its turn come before this one.
         """
         with self._changed:
-            if self._is_on(engine) and self._made == self._steps:
+            if self._is_on(engine) and self._made >= self._steps and len(self._order) > 1:
                 self._order.rotate(-1)
                 self._begin()
             self._changed.wait_for(lambda: self._is_on(engine) or engine not in self._order)

@@ -22,9 +22,10 @@ def traffic(requests=8, period=8):
     )
 
 
-def step(seconds, served, *, started=1, rows=None, prefill=0, planned_s=None, predicted_s=None, moved=0):
+def step(seconds, served, *, settled=True, started=1, rows=None, prefill=0, planned_s=None, predicted_s=None, moved=0):
     return Step(
         seconds=seconds,
+        settled=settled,
         started=started,
         rows=len(served) if rows is None else rows,
         served=tuple(served),
@@ -66,6 +67,19 @@ def test_figures_weigh_steps_by_their_tokens_and_keep_prompts_apart():
     assert (got.plans, got.plan_s, got.copied_pages) == (1, 0.5, 5)
     assert got.predicted_s == pytest.approx(0.9)
     assert got.first_quarter is got.last_quarter is None
+
+
+def test_first_steps_of_a_turn_count_in_no_time_but_in_all_else():
+    steps = [
+        step(9.0, [SPLIT, SPLIT], settled=False, planned_s=0.5, predicted_s=7.0, moved=3),
+        step(1.0, [NEAR, NEAR], predicted_s=0.8),
+    ]
+    got = figures(steps, link_bytes=80, concurrency=2)
+    assert (got.itl_s, got.latency_s, got.all_itl_s, got.tokens_per_s, got.predicted_s) == (1.0, 1.0, 1.0, 2.0, 0.8)
+    assert (got.tokens, got.on_device, got.link_bytes_per_token) == (4, 0.5, 20)
+    assert (got.plans, got.plan_s, got.copied_pages) == (1, 0.5, 3)
+    with pytest.raises(StartError, match="no step of a run only decoded"):
+        figures(steps[:1])
 
 
 def test_streams_that_wait_for_room_count_in_the_latency():

@@ -26,6 +26,22 @@ def test_engines_alternate_turn_by_turn():
     assert steps_of(Turns(3, steps=2), [4, 4, 4]) == [0, 0, 1, 1, 2, 2] * 2
 
 
+def test_step_knows_how_many_of_its_turn_come_before_it():
+    turns, found = Turns(2, steps=3), []
+
+    def run():
+        found.extend(turns.take(1) for _ in range(5))
+        turns.leave(1)
+
+    other = threading.Thread(target=run, daemon=True)
+    other.start()
+    before = [turns.take(0) for _ in range(3)]
+    turns.leave(0)
+    other.join(timeout=20)
+    assert before == [0, 1, 2]
+    assert found == [0, 1, 2, 3, 4], "one that is alone has no other turn"
+
+
 def test_engine_that_left_is_not_waited_for():
     assert steps_of(Turns(3, steps=2), [6, 1, 3]) == [0, 0, 1, 2, 2, 0, 0, 2, 0, 0]
 
