@@ -8,12 +8,12 @@
 
 All adapters are loaded once into the pools of --side_by_side engines. A run is that of auto and of some other policies
 under the same requests, each by an engine of its own, which take turns of --turn_steps steps: so they meet the same
-machine, however fast it is that minute, and "over auto" is the median of their ratios, run by run. The first steps of
-a turn, which find nothing in the caches, are left out of all times. Before a run the
-devices are emptied of adapters and the policies begin with nothing known. --concurrency streams send one request after
-the other; what is measured ends before streams run out of requests. Policies are compared by "ms": the mean ITL of
-steps that only decode, times the streams there should be over those that ran, as a stream that waits for room for its
-adapter gets no token either. p50 and p99 are of the same steps. "all ITL" counts steps that compute prompts, too.
+machine, however fast it is that minute, and "over auto" is the median of their ratios, run by run. The first steps of a
+turn, which find nothing in the caches, are left out of all times. Before a run the devices are emptied of adapters and
+the policies begin with nothing known. --concurrency streams send one request after the other; what is measured ends
+before streams run out of requests. Policies are compared by "ms": the mean ITL of steps that only decode, times the
+streams there should be over those that ran, as a stream that waits for room for its adapter gets no token either. p50
+and p99 are of the same steps. "all ITL" counts steps that compute prompts, too.
 The policy far is not part of the comparison: it shows what the planner caches where the pool is behind a link.
 Progress goes to standard error, the report to standard output; figures are medians over the runs. The exit code says
 nothing about them.
