@@ -10,10 +10,11 @@ from plora_jax.checkpoints.hf_config import read_hf_config
 from plora_jax.checkpoints.hf_write import save_hf, write_hf_config
 from plora_jax.checkpoints.load import DEFAULT_MODEL, LoadedModel, find_model, load_config, load_model
 from plora_jax.checkpoints.orbax import load_orbax, load_orbax_config, save_orbax
-from plora_jax.checkpoints.weights import Params, Progress, ShardingOf, WeightsError, one_device_sharding
+from plora_jax.checkpoints.weights import KeepBlocks, Params, Progress, ShardingOf, WeightsError, one_device_sharding
 
 __all__ = [
     "DEFAULT_MODEL",
+    "KeepBlocks",
     "LoadedModel",
     "Params",
     "Progress",

@@ -37,7 +37,7 @@ from plora_jax.engine.memory_budgets import Room, allocation_problem, memory_pro
 from plora_jax.engine.near_guard import AttentionChoice, NearDataGuard, backend_problems
 from plora_jax.engine.planning import EnginePlanner
 from plora_jax.engine.traffic import LAYER_GROUPS
-from plora_jax.model import quantization_problem
+from plora_jax.model import keeps_blocks, quantization_problem
 from plora_jax.parallel import EMBEDDING, HEAD, TensorParallel
 from plora_jax.tokenizer import load_tokenizer
 from strategies.strategy_table import LORA
@@ -155,7 +155,11 @@ def build_engine(
     if problems := [*backend_problems(config, report), *memory_problems(config, room)]:
         raise ValueError("; ".join(problems))
     loaded = load_model(
-        config.model, dtype=config.dtype, progress=progress.advance, sharding_of=parallel.sharding_of(mesh)
+        config.model,
+        dtype=config.dtype,
+        progress=progress.advance,
+        sharding_of=parallel.sharding_of(mesh),
+        keep_blocks=keeps_blocks(parallel, config.quantization),
     )
     params = parallel.place(loaded.params, mesh)
     dtype = np.dtype(params["embedding"].dtype)

@@ -1,9 +1,15 @@
 """Native CPU kernels: built with the machine's C++ compiler when first used, kept on disk, called through jax.ffi."""
 
-from strategies.native.build import int8_unit_unavailable, matrix_unit_unavailable, unavailable
+from strategies.native.build import (
+    block_unit_unavailable,
+    int8_unit_unavailable,
+    matrix_unit_unavailable,
+    unavailable,
+)
 from strategies.native.calls import (
     add,
     block_attention,
+    block_products,
     delta,
     expand,
     int8_products,
@@ -18,6 +24,8 @@ __all__ = [
     "add",
     "add_rms_norm",
     "block_attention",
+    "block_products",
+    "block_unit_unavailable",
     "delta",
     "expand",
     "first_best",
