@@ -1,21 +1,24 @@
 """All strategies at once: the lanes of a phase, each served in its way, added up.
 
-A batch's tokens may belong to lanes of different strategies; a lane that is empty skips itself.
+A batch's tokens may belong to lanes of different strategies; a lane skips the groups of projections that none of its
+adapters changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from memory_pool.layout import PageLayout
 from strategies.lanes import KvControl, KvLanes, LoraLane, Memory
 from strategies.paged_attention import HeadMaths, finish
 from strategies.setting import AttentionSetting, LoraSetting, Sums
 from strategies.strategy_table import ATTENTION, LORA
-from strategies.traffic import any_scope
+from strategies.traffic import any_scope, group_scope
 
 
 def add(
@@ -26,13 +29,14 @@ def add(
     lanes: Mapping[str, LoraLane],
     control: Mapping[str, LoraLane],
     *,
+    serves: Mapping[str, jax.Array],
     phase: str,
     setting: LoraSetting,
     first: int = 0,
 ) -> Sums:
     """Adds what the adapters of all lanes give to the projections of a group.
 
-    A lane without adapters passes the sums on, untouched and uncopied.
+    A lane that changes nothing in the group passes the sums on, untouched and uncopied.
 
     Args:
         sums: [N, O] float32 by projection.
@@ -41,6 +45,7 @@ def add(
         layer: [] int32.
         lanes: by strategy, on the device.
         control: the same by strategy, in the pool.
+        serves: by strategy, as `serving` found them; once for all layers.
         phase: the first part of the lanes' names in the trace.
         setting: what is fixed.
         first: row of `sums` that belongs to the first token; N is at least `first` + T.
@@ -63,15 +68,21 @@ def add(
         )
 
     def all_lanes(sums: Sums) -> Sums:
-        for name, lane in lanes.items():
-            with jax.named_scope(f"{phase}.{name}"):
-                sums = lax.cond(lane.count > 0, lambda sums, name=name: served(sums, name), _untouched, sums)
+        for name in lanes:
+            with jax.named_scope(f"{phase}.{name}"), jax.named_scope(group_scope(phase, name, setting.group)):
+                sums = lax.cond(serves[name], lambda sums, name=name: served(sums, name), _untouched, sums)
         return sums
 
     group = {name: sums[name] for name in setting.group}
     # One condition around those of the strategies: a step of the base model alone asks once, not once a lane.
     with jax.named_scope(any_scope(phase)):
-        return lax.cond(is_used(lanes), all_lanes, _untouched, group)
+        return lax.cond(jnp.stack(list(serves.values())).any(), all_lanes, _untouched, group)
+
+
+def serving(lanes: Mapping[str, LoraLane], group: Sequence[str], *, layout: PageLayout) -> dict[str, jax.Array]:
+    """[] bool by strategy: whether an adapter of its lane changes a projection of a group."""
+    indices = np.array([layout.index(name) for name in group])
+    return {name: jnp.any(lane.ranks[:, :, indices] > 0) for name, lane in lanes.items()}
 
 
 def _untouched(sums: Sums) -> Sums:

@@ -247,6 +247,7 @@ def delta(
     layout: PageLayout,
     group: tuple[str, ...],
     max_rank: int,
+    out_dtype: Any = None,
     gather: RowsKernel = rows,
 ) -> tuple[jax.Array, ...]:
     """scale * (x A) B of each token's own adapter: `shrink`, then `expand`, chunk by chunk.
@@ -259,10 +260,11 @@ def delta(
         layout: where rows lie in an adapter's pages.
         group: names of projections.
         max_rank: R; no adapter has more components. Not needed here, but by kernels with the same contract.
+        out_dtype: what results are rounded to; None for float32.
         gather: gives the rows of a chunk.
 
     Returns:
-        [T, O] float32 for each of `group`; 0 for tokens of the base model. Between shrink and expand numbers are
+        [T, O] for each of `group`; 0 for tokens of the base model. Between shrink and expand numbers are
         rounded to the dtype of x.
 
     Cost:
@@ -284,7 +286,7 @@ def delta(
 
         chunks = num_chunks(lane, index)
         nothing = fill(lane.ranks, (x_TI.shape[0], layout.out_width(name)), jnp.float32)
-        return lax.fori_loop(chunks * 0, chunks, step, nothing)
+        return lax.fori_loop(chunks * 0, chunks, step, nothing).astype(out_dtype or jnp.float32)
 
     return tuple(one(name) for name in group)
 
@@ -320,13 +322,17 @@ def add(
         [N, O] float32 for each of `group`.
     """
     parts = delta(x_TI, pages_LPW, layer, lane, layout=layout, group=group, max_rank=max_rank)
-    return tuple(add_rows(sum_NO, part, first=first) for sum_NO, part in zip(sums, parts, strict=True))
+    return add_rows(sums, parts, first=first)
 
 
-def add_rows(sum_NO: jax.Array, part_TO: jax.Array, *, first: int) -> jax.Array:
-    """[N, O] with [T, O] added to its rows from `first` on."""
-    rows_TO = lax.slice_in_dim(sum_NO, first, first + len(part_TO)) + part_TO
-    return lax.dynamic_update_slice_in_dim(sum_NO, rows_TO, first, 0)
+def add_rows(sums: Sequence[jax.Array], parts: Sequence[jax.Array], *, first: int) -> tuple[jax.Array, ...]:
+    """Sums [N, O] float32 with parts [T, O], one of each, added to their rows from `first` on."""
+
+    def one(sum_NO: jax.Array, part_TO: jax.Array) -> jax.Array:
+        rows_TO = lax.slice_in_dim(sum_NO, first, first + len(part_TO)) + part_TO.astype(jnp.float32)
+        return lax.dynamic_update_slice_in_dim(sum_NO, rows_TO, first, 0)
+
+    return tuple(map(one, sums, parts))
 
 
 def _scaled_products(x_TI: jax.Array, a_CI: jax.Array, scale_C: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ def add(
 
     def near(pool: jax.Array, layer: jax.Array, x_STI: jax.Array, control: LoraLane) -> list[tuple[jax.Array, ...]]:
         def stripe(s: int) -> tuple[jax.Array, ...]:
-            added = setting.at_the_data.delta.call(
+            return setting.at_the_data.delta.call(
                 x_STI[s],
                 pool,
                 layer,
@@ -59,12 +59,12 @@ def add(
                 layout=setting.layout,
                 group=setting.group,
                 max_rank=setting.max_rank,
+                out_dtype=x_STI.dtype,
             )
-            return tuple(y.astype(x_STI.dtype) for y in added)
 
         return [stripe(s) for s in range(stripes)]
 
     x_STI = jnp.broadcast_to(x_TI, (stripes, *x_TI.shape))
     parts = near_data(near)(memory.pool, link.to_pool(layer), link.to_pool(x_STI), control)
-    back = [[link.to_device(y).astype(jnp.float32) for y in part] for part in parts]
+    back = [[link.to_device(y) for y in part] for part in parts]
     return setting.added(sums, back, first=first)

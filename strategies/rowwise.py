@@ -1,4 +1,4 @@
-"""Functions of rows that XLA on the CPU cuts into passes of their own: norms, rotations, gates, and the best of a row.
+"""Functions of rows that XLA on the CPU cuts into passes of their own: norms, rotations, gates, sums, the best of one.
 
 XLA's versions are the reference and serve everywhere; the native kernels make one pass. Functions that take `used`,
 [] int32, need compute only so much of the first axis: nobody reads what they give for the rest. None is all of it.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from strategies import native
+from strategies import low_rank, native
 
 
 def native_serves() -> bool:
@@ -130,6 +130,17 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: Any, used: jax.
     if _serves(dtype, x) and x.shape[:-2] == cos.shape[:-1]:
         return native.rotated(x, cos, sin, used)
     return xla_rotated(x, cos, sin, dtype)
+
+
+def add_rows(sums: Sequence[jax.Array], parts: Sequence[jax.Array], *, first: int) -> tuple[jax.Array, ...]:
+    """Sums with parts added to some of their rows; `low_rank.add_rows` is the reference.
+
+    Args:
+        sums: [N, O] float32 each.
+        parts: [T, O] bfloat16 or float32, one of each sum.
+        first: row of a sum that belongs to the first of its part; N is at least `first` + T.
+    """
+    return (native.add_rows if native_serves() else low_rank.add_rows)(sums, parts, first=first)
 
 
 def first_best(x_BV: jax.Array) -> jax.Array:

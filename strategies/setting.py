@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from memory_pool.layout import PageLayout
 from strategies.kernel_tables import KernelSet
-from strategies.low_rank import add_rows
+from strategies.rowwise import add_rows
 
 Sums = dict[str, jax.Array]
 """[N, O] float32 by projection: what a step has of the outputs so far."""
@@ -41,19 +41,21 @@ class LoraSetting(NamedTuple):
         return self.near.near_the_data()
 
     def added(self, sums: Mapping[str, jax.Array], parts: Sequence[Sequence[jax.Array]], *, first: int) -> Sums:
-        """Sums with what the stripes give; each gives one array a projection, [T, O] float32.
+        """Sums with what the stripes give; each gives one array a projection, [T, O] bfloat16 or float32.
 
         Args:
             sums: [N, O] float32 by projection; N is at least `first` + T.
             parts: by stripe.
             first: row of `sums` that belongs to the first token.
         """
-        total = self.total(parts)
-        return {name: add_rows(sums[name], total[name], first=first) for name in self.group}
+        own = [sums[name] for name in self.group]
+        return dict(zip(self.group, add_rows(own, self.total(parts), first=first), strict=True))
 
-    def total(self, parts: Sequence[Sequence[jax.Array]]) -> dict[str, jax.Array]:
+    def total(self, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """By projection, the sum of what the stripes give; each gives one array a projection."""
-        return {name: functools.reduce(jnp.add, part) for name, *part in zip(self.group, *parts, strict=True)}
+        if len(parts) == 1:
+            return list(parts[0])
+        return [functools.reduce(jnp.add, (y.astype(jnp.float32) for y in part)) for part in zip(*parts, strict=True)]
 
 
 class AttentionSetting(NamedTuple):

@@ -4,8 +4,8 @@ The formulas know the sizes of a compiled bucket and what the host knows of the 
 program. The audit (`memory_pool.auditing`) counts the same program independently, and a test holds the two together.
 
 Moved bytes are those of the arrays that cross, all shards together: T tokens of the bucket, the widest rank, whole
-chunks and rounds. Useful bytes are those that a step of exactly these tokens and ranks would need (b tokens of an
-adapter, I and O of one shard, r its rank):
+chunks and rounds, for the groups of projections that an adapter of the lane changes. Useful bytes are those that a step
+of exactly these tokens and ranks would need (b tokens of an adapter, I and O of one shard, r its rank):
 
     fetch       A and B of each adapter once                              r (I + O)
     near_data   x once an input group and stripe, y once a stripe         S b I to the pool, S b O back
@@ -35,6 +35,11 @@ from strategies.lanes import SCRATCH_PAGES
 from strategies.low_rank import CHUNK_ROWS
 
 Bytes = tuple[Crossing, LinkBytes]
+STRATEGIES = ("resident", "fetch", "near_data", "split")
+
+Groups = tuple[tuple[str, ...], ...]
+"""Names of the projections that share an input, group by group."""
+
 WORD = 4
 """Bytes of an index, a flag, a scale, a maximum or a sum."""
 
@@ -59,7 +64,7 @@ class LoraBucket:
     phase: str
     tokens: int
     layout: PageLayout
-    groups: tuple[tuple[str, ...], ...]
+    groups: Groups
     max_rank: int
     entries: int
     a_pages: int
@@ -72,28 +77,33 @@ class LoraBucket:
         """Bytes of a number, all shards together."""
         return self.shards * self.layout.dtype.itemsize
 
-    @functools.cached_property
-    def x_bytes(self) -> int:
-        """Inputs of all groups and layers to all stripes."""
-        width = sum(self.layout.in_width(group[0]) for group in self.groups)
-        return self.stripes * self.layout.num_layers * self.tokens * width * self.item
+    def x_bytes(self, changed: Groups) -> int:
+        """Inputs of some groups to all stripes, of all layers."""
+        return self._crossing(sum(self.layout.in_width(group[0]) for group in changed))
 
-    @functools.cached_property
-    def y_bytes(self) -> int:
-        """Outputs of all projections and layers from all stripes."""
-        width = sum(self.layout.out_width(name) for name in self.projections)
-        return self.stripes * self.layout.num_layers * self.tokens * width * self.item
+    def y_bytes(self, changed: Groups) -> int:
+        """Outputs of the projections of some groups from all stripes, of all layers."""
+        return self._crossing(sum(self.layout.out_width(name) for group in changed for name in group))
 
-    @functools.cached_property
-    def m_bytes(self) -> int:
-        """Products with A of all projections and layers from all stripes."""
-        width = self.max_rank * len(self.projections)
-        return self.stripes * self.layout.num_layers * self.tokens * width * self.item
+    def m_bytes(self, changed: Groups) -> int:
+        """Products with A of the projections of some groups from all stripes, of all layers."""
+        return self._crossing(self.max_rank * sum(map(len, changed)))
 
-    @functools.cached_property
-    def call_bytes(self) -> int:
+    def call_bytes(self, changed: Groups) -> int:
         """Layer numbers of one near-data call a group and layer."""
-        return WORD * self.shards * self.layout.num_layers * len(self.groups)
+        return WORD * self.shards * self.layout.num_layers * len(changed)
+
+    def _crossing(self, width: int) -> int:
+        return self.stripes * self.layout.num_layers * self.tokens * width * self.item
+
+    def changed(self, totals_SJ: np.ndarray) -> Groups:
+        """The groups that a lane changes.
+
+        Args:
+            totals_SJ: rank components of its adapters.
+        """
+        found = set(np.flatnonzero(totals_SJ.any(axis=0)).tolist())
+        return tuple(g for g in self.groups if found.intersection(map(self.layout.index, g)))
 
     @functools.cached_property
     def projections(self) -> tuple[str, ...]:
@@ -190,20 +200,22 @@ def fetch(bucket: LoraBucket, use: LoraUse) -> list[Bytes]:
 def near_data(bucket: LoraBucket, use: LoraUse) -> list[Bytes]:
     """Inputs to the pool, outputs back."""
     y = int(np.dot(use.tokens, use.facts.outputs)) * bucket.stripes * bucket.item
+    changed = bucket.changed(use.facts.totals)
     return [
-        _inputs("near_data", bucket, use),
-        _bytes("activation", "near_data", "to_device", bucket.phase, bucket.y_bytes, y),
-        _control("near_data", bucket.phase, bucket.call_bytes),
+        _inputs("near_data", bucket, use, changed),
+        _bytes("activation", "near_data", "to_device", bucket.phase, bucket.y_bytes(changed), y),
+        _control("near_data", bucket.phase, bucket.call_bytes(changed)),
     ]
 
 
 def split(bucket: LoraBucket, use: LoraUse) -> list[Bytes]:
     """Inputs to the pool, their products with A back."""
     m = int(np.dot(use.tokens, use.facts.ranks)) * bucket.item
+    changed = bucket.changed(use.facts.totals)
     return [
-        _inputs("split", bucket, use),
-        _bytes("activation", "split", "to_device", bucket.phase, bucket.m_bytes, m),
-        _control("split", bucket.phase, bucket.call_bytes),
+        _inputs("split", bucket, use, changed),
+        _bytes("activation", "split", "to_device", bucket.phase, bucket.m_bytes(changed), m),
+        _control("split", bucket.phase, bucket.call_bytes(changed)),
     ]
 
 
@@ -232,6 +244,9 @@ def lora_loop_counts(bucket: LoraBucket, use: Mapping[str, LoraUse]) -> dict[str
         use: by strategy; one that is absent is an empty lane.
     """
     counts = lane_counts(bucket.phase, use)
+    for name in STRATEGIES:
+        changed = bucket.changed(use[name].facts.totals) if name in use else ()
+        counts |= {group_scope(bucket.phase, name, group): int(group in changed) for group in bucket.groups}
     totals = use["fetch"].facts.totals if "fetch" in use else np.zeros((bucket.stripes, len(bucket.layout.names)), int)
     for s, of_stripe in enumerate(chunks(totals)):
         for name, index in zip(bucket.projections, bucket.indices, strict=True):
@@ -241,13 +256,18 @@ def lora_loop_counts(bucket: LoraBucket, use: Mapping[str, LoraUse]) -> dict[str
 
 def lane_counts(phase: str, use: Mapping[str, LoraUse]) -> dict[str, int]:
     """How often the lanes of a phase are served, and whether any is."""
-    counts = {f"{phase}.{name}": int(name in use) for name in ("resident", "fetch", "near_data", "split")}
+    counts = {f"{phase}.{name}": int(name in use) for name in STRATEGIES}
     return {any_scope(phase): int(bool(use)), **counts}
 
 
 def any_scope(phase: str) -> str:
     """The name, in the trace, of what is done for any lane of a phase."""
     return f"{phase}.any"
+
+
+def group_scope(phase: str, strategy: str, group: Sequence[str]) -> str:
+    """The name, in the trace, of what a lane does for a group of projections."""
+    return f"{phase}.{strategy}.{group[0]}"
 
 
 def chunks(totals_SJ: np.ndarray) -> np.ndarray:
@@ -368,9 +388,9 @@ def kv_loop_counts(bucket: KvBucket, use: KvUse) -> dict[str, int]:
     return {f"{bucket.phase}.local": use.rounds, f"{bucket.phase}.distributed": int(any(use.near_queries))}
 
 
-def _inputs(strategy: str, bucket: LoraBucket, use: LoraUse) -> Bytes:
+def _inputs(strategy: str, bucket: LoraBucket, use: LoraUse, changed: Groups) -> Bytes:
     useful = int(np.dot(use.tokens, use.facts.inputs)) * bucket.stripes * bucket.item
-    return _bytes("activation", strategy, "to_pool", bucket.phase, bucket.x_bytes, useful)
+    return _bytes("activation", strategy, "to_pool", bucket.phase, bucket.x_bytes(changed), useful)
 
 
 def _control(strategy: str, phase: str, size: int) -> Bytes:

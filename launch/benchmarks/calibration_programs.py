@@ -174,7 +174,7 @@ def lanes_sample(bench: Bench, rows: int) -> Sample:
     inputs = tuple(random_numbers((rows, model.layout.in_width(group[0])), model) for group in model.groups)
     settings = [LoraSetting(model.layout, group, 8, bench.kernels, bench.kernels) for group in model.groups]
     lane = lane_of(LoraPoint(8, 1, 1), model, cold, a_space="pool", b_space="pool")
-    lane = lane._replace(owner=np.full(rows, -1, np.int32), count=np.int32(0))
+    lane = lane._replace(owner=np.full(rows, -1, np.int32), count=np.int32(0), ranks=np.zeros_like(lane.ranks))
     lanes = dict.fromkeys(LORA, lane)
 
     def step(memory: Memory, inputs: Any, lanes: dict[str, LoraLane], control: dict[str, LoraLane]) -> jax.Array:

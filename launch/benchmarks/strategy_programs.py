@@ -26,7 +26,7 @@ from memory_pool.layout import PageLayout
 from memory_pool.near import near_data
 from plora_jax.config import ModelConfig
 from plora_jax.engine.build import EngineConfig, page_layout
-from plora_jax.engine.traffic import LAYER_GROUPS
+from plora_jax.engine.traffic import groups_of
 from plora_jax.parallel import TensorParallel
 from strategies import apply, traffic
 from strategies.kernel_tables import KernelSet
@@ -102,7 +102,7 @@ class Model(NamedTuple):
 def model_of(config: ModelConfig, dtype: np.dtype) -> Model:
     """The shapes of a base model."""
     layout = page_layout(TensorParallel(config), EngineConfig(), dtype=dtype)
-    groups = tuple(group for group in LAYER_GROUPS if group[0] in layout.names)
+    groups = groups_of(layout)
     return Model(layout, groups, config.num_heads // config.num_kv_heads)
 
 
@@ -326,13 +326,14 @@ def all_lanes(
         [rows] float32.
     """
     rows, layout = inputs[0].shape[0], settings[0].layout
+    serves = [apply.serving(lanes, setting.group, layout=layout) for setting in settings]
     names = [name for setting in settings for name in setting.group]
 
     def body(carry: tuple[jax.Array, dict[str, jax.Array]], layer: jax.Array) -> tuple[Any, None]:
         total, sums = carry
-        for setting, x_TI in zip(settings, inputs, strict=True):
+        for setting, x_TI, serve in zip(settings, inputs, serves, strict=True):
             own = x_TI + (total[:, None] * 0).astype(x_TI.dtype)
-            added = apply.add(sums, own, memory, layer, lanes, control, phase=PHASE, setting=setting)
+            added = apply.add(sums, own, memory, layer, lanes, control, serves=serve, phase=PHASE, setting=setting)
             total, sums = total + sum(y_TO[:, 0] for y_TO in added.values()), {**sums, **added}
         return (total, sums), None
 

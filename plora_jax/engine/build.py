@@ -36,7 +36,7 @@ from plora_jax.engine.executor import JaxExecutor
 from plora_jax.engine.memory_budgets import Room, allocation_problem, memory_problems
 from plora_jax.engine.near_guard import AttentionChoice, NearDataGuard, backend_problems
 from plora_jax.engine.planning import EnginePlanner
-from plora_jax.engine.traffic import LAYER_GROUPS
+from plora_jax.engine.traffic import groups_of
 from plora_jax.model import keeps_blocks, quantization_problem
 from plora_jax.parallel import EMBEDDING, HEAD, TensorParallel
 from plora_jax.tokenizer import load_tokenizer
@@ -362,8 +362,6 @@ def _adapter_pool(
 ) -> AdapterPool | None:
     if not config.enable_lora:
         return None
-    names = memory.layout.names
-    groups = [group for group in LAYER_GROUPS if group[0] in names]
     return AdapterPool(
         memory,
         pages,
@@ -371,7 +369,7 @@ def _adapter_pool(
         needs={name: strategy.needs for name, strategy in LORA.items()},
         preferred=(preferred_strategy(config),),
         while_all_fit=strategy_while_all_fit(config),
-        groups=[*groups, (EMBEDDING,), (HEAD,)],
+        groups=[*groups_of(memory.layout), (EMBEDDING,), (HEAD,)],
         max_rank=config.max_lora_rank,
         placement="striped" if config.pool_placement == "striped" else "pinned",
         keep_for_kv=keep_for_kv,

@@ -23,7 +23,7 @@ from plora_jax.engine.batch import LORA_PHASES, PREFILL_BLOCK, StepTokens
 from plora_jax.engine.packing import PackedArrays
 from plora_jax.engine.params import MAX_LOGPROBS
 from plora_jax.engine.sampling import SampledRows, SamplingBatch, sample, token_logprobs
-from plora_jax.engine.traffic import PROMPT_SCOPE
+from plora_jax.engine.traffic import PROMPT_SCOPE, groups_of
 from plora_jax.model import Decoder, LayerConstants, Params, scopes
 from plora_jax.parallel import EMBEDDING, HEAD
 from strategies import apply, outer
@@ -73,6 +73,11 @@ class StepSetting(NamedTuple):
     max_rank: int
     kernels: Kernels
     near: bool = True
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Projections of a layer that adapters change, by the input that they share."""
+        return groups_of(self.layout) if self.max_rank else ()
 
     def lora(self, kernels: KernelSet, group: Sequence[str]) -> LoraSetting:
         return LoraSetting(self.layout, tuple(group), self.max_rank, kernels, kernels if self.near else None)
@@ -140,6 +145,12 @@ class PagedContext:
         self._inputs, self._setting = inputs, setting
         self._pool, self._adapters = pool, adapters
         self._rows = inputs.tokens.decode.positions.shape[0]
+        # Found here, once, not by every layer.
+        self._serving = {
+            (phase, group): apply.serving(inputs.lora[phase], group, layout=setting.layout)
+            for phase in ("decode", "prefill")
+            for group in setting.groups
+        }
 
     def positions(self) -> jax.Array:
         return self._inputs.tokens.positions
@@ -237,6 +248,7 @@ class PagedContext:
                 layer.index,
                 self._inputs.lora[phase],
                 {**self._inputs.lora[phase], **self._inputs.lora_control[phase]},
+                serves=self._serving[phase, group],
                 phase=phase,
                 setting=self._setting.lora(kernels, group),
                 first=first,

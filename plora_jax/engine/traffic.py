@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from memory_pool.adapter_pool import PlacedAdapter
+from memory_pool.layout import PageLayout
 from plora_jax.config import ModelConfig
 from plora_jax.engine.batch import PREFILL_BLOCK, BatchShape, Bucket, StepUse
 from plora_jax.engine.kv_lanes import KvPacker
@@ -18,6 +19,11 @@ from strategies.strategy_table import ATTENTION, LORA
 
 LAYER_GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Projections of a decoder layer by the input that they share."""
+
+
+def groups_of(layout: PageLayout) -> traffic.Groups:
+    """The groups that a model has."""
+    return tuple(group for group in LAYER_GROUPS if group[0] in layout.names)
 
 
 PROMPT_SCOPE = "prompt_logprobs"
@@ -38,7 +44,7 @@ class StepTraffic:
         self._shape, self._shards = shape, num_shards
         rows, blocks = bucket.decode_rows, bucket.prefill_tokens // PREFILL_BLOCK
         prompts = min(blocks, shape.max_num_seqs)
-        groups = tuple(g for g in LAYER_GROUPS if g[0] in shape.layout.names)
+        groups = groups_of(shape.layout)
         sizes = {
             "decode": (rows, rows),
             "prefill": (bucket.prefill_tokens, prompts),

@@ -18,11 +18,12 @@ from strategies.native.calls import (
     rows,
     shrink,
 )
-from strategies.native.row_calls import add_rms_norm, first_best, gated, rms_norm, rotated, write_kv
+from strategies.native.row_calls import add_rms_norm, add_rows, first_best, gated, rms_norm, rotated, write_kv
 
 __all__ = [
     "add",
     "add_rms_norm",
+    "add_rows",
     "block_attention",
     "block_products",
     "block_unit_unavailable",

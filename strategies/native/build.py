@@ -37,6 +37,7 @@ _TARGETS = (
     "plora_int8_products",
     "plora_block_products",
     "plora_gated",
+    "plora_add_rows",
     "plora_rms_norm",
     "plora_add_rms_norm",
     "plora_rotate",

@@ -97,6 +97,7 @@ def delta(
     layout: PageLayout,
     group: tuple[str, ...],
     max_rank: int,
+    out_dtype: Any = None,
     on_tiles: bool = False,
 ) -> tuple[jax.Array, ...]:
     """As strategies.low_rank.delta; with `on_tiles` on the processor's matrix unit, where dtypes and widths fit it.
@@ -107,7 +108,7 @@ def delta(
     widths = {"inputs": _width_of(layout.in_width, group), "outputs": _width_of(layout.out_width, group)}
     on_tiles = on_tiles and _fits_tiles(x_TI, pages_LPW, **widths)
     target = "plora_tile_delta" if on_tiles else "plora_delta"
-    call = jax.ffi.ffi_call(target, _deltas(pages_LPW, x_TI.shape[0], layout, group))
+    call = jax.ffi.ffi_call(target, _deltas(pages_LPW, x_TI.shape[0], layout, group, dtype=out_dtype))
     return tuple(
         call(
             _checked(x_TI),
@@ -323,8 +324,10 @@ def _like(pages_LPW: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
     return of_pages.update(shape=tuple(shape), dtype=np.dtype(dtype), sharding=sharding)
 
 
-def _deltas(pages_LPW: jax.Array, tokens: int, layout: PageLayout, group: tuple[str, ...]) -> list[Any]:
-    return [_like(pages_LPW, (tokens, layout.out_width(name)), jnp.float32) for name in group]
+def _deltas(
+    pages_LPW: jax.Array, tokens: int, layout: PageLayout, group: tuple[str, ...], *, dtype: Any = None
+) -> list[Any]:
+    return [_like(pages_LPW, (tokens, layout.out_width(name)), dtype or jnp.float32) for name in group]
 
 
 def _width_of(width: Callable[[str], int], group: tuple[str, ...]) -> int:

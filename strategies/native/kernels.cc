@@ -176,9 +176,10 @@ void RunDelta(int threads, const Any& x, const Any& pages, const I32& layer, con
 
 ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
                      I32 b_pages, ffi::RemainingRets rets, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {
-  auto y = Results(rets, owner, ranks, group, max_rank);
-  RunDelta(pool.num_threads(), x, pages, layer, owner, ranks, scale, a_pages, b_pages, y, false, group, a_widths, b_widths,
-           max_rank);
+  DeltaResults y(rets, owner, ranks, group, max_rank);
+  RunDelta(pool.num_threads(), x, pages, layer, owner, ranks, scale, a_pages, b_pages, y.Arrays(), false, group, a_widths,
+           b_widths, max_rank);
+  y.Finish(pool.num_threads());
   return ffi::Error::Success();
 }
 

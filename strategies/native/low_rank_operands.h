@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "low_rank.h"
+#include "rows.h"
+#include "threads.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace plora {
@@ -54,6 +56,63 @@ inline std::vector<float*> Results(ffi::RemainingRets& rets, const I32& owner, c
   }
   return y;
 }
+
+// What `Results` gives for results in float32 or bfloat16: pieces write float32, and `Finish` rounds it.
+class DeltaResults {
+ public:
+  DeltaResults(ffi::RemainingRets& rets, const I32& owner, const I32& ranks, Ints group, int max_rank)
+      : rets_(rets), owner_(owner.typed_data()), adapters_(ranks.dimensions()[0]) {
+    if (group.size() == 0 || rets.get<Any>(0).value()->element_type() == ffi::F32) {
+      y_ = Results(rets, owner, ranks, group, max_rank);
+      return;
+    }
+    constexpr int kRoomOfResults = 7;
+    int64_t numbers = 0;
+    for (size_t at = 0; at < group.size(); ++at) numbers += rets.get<Any>(at).value()->element_count();
+    float* room = Scratch<float, kRoomOfResults>(numbers);
+    for (size_t at = 0; at < group.size(); ++at) {
+      y_.push_back(room);
+      room += rets.get<Any>(at).value()->element_count();
+    }
+    // Rows of adapters that do not change a projection are written by no piece.
+    for (size_t at = 0; at < group.size(); ++at) {
+      const int64_t projections = ranks.dimensions()[1], width = rets.get<Any>(at).value()->dimensions()[1];
+      for (int64_t t = 0; t < owner.dimensions()[0]; ++t) {
+        if (Owned(t) && (max_rank <= 0 || ranks.typed_data()[owner_[t] * projections + group[at]] <= 0)) {
+          std::memset(y_[at] + t * width, 0, width * sizeof(float));
+        }
+      }
+    }
+    narrow_ = true;
+  }
+  const std::vector<float*>& Arrays() const { return y_; }
+  void Finish(int threads) const {
+    for (size_t at = 0; narrow_ && at < y_.size(); ++at) {
+      auto result = rets_.get<Any>(at).value();
+      const int64_t tokens = result->dimensions()[0], width = result->dimensions()[1];
+      Parallel(threads, std::vector<int64_t>(tokens, width), [&](int begin, int end) {
+        for (int64_t t = begin; t < end; ++t) {
+          auto* to = static_cast<uint16_t*>(result->untyped_data()) + t * width;
+          if (Owned(t)) {
+            const float* from = y_[at] + t * width;
+            ForParts(width, [&](int64_t i, auto count) { StorePart(to + i, LoadPart(from + i, count), count); });
+          } else {
+            std::memset(to, 0, width * sizeof(uint16_t));
+          }
+        }
+      });
+    }
+  }
+
+ private:
+  bool Owned(int64_t t) const { return owner_[t] >= 0 && owner_[t] < adapters_; }
+
+  ffi::RemainingRets& rets_;
+  const int32_t* owner_;
+  const int64_t adapters_;
+  std::vector<float*> y_;
+  bool narrow_ = false;
+};
 
 // The arrays of sums, which results share with operands, from the row of the first token on.
 inline std::vector<float*> RowsFrom(ffi::RemainingRets& sums, Ints group, int64_t first) {

@@ -231,11 +231,12 @@ ffi::Error TileExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32
 ffi::Error TileDeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
                          I32 b_pages, ffi::RemainingRets rets, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {
 #ifdef __AMX_BF16__
-  auto y = Results(rets, owner, ranks, group, max_rank);
+  DeltaResults y(rets, owner, ranks, group, max_rank);
   TileCall call(pool.num_threads(), owner, ranks, group, max_rank);
   auto a = SideOf<uint16_t>(pages, layer, ranks, a_pages, a_widths);
   auto middle = RunShrink<uint16_t>(call, a, x, scale, layer.typed_data()[0]);
-  RunExpand<false>(call, SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths), middle, y);
+  RunExpand<false>(call, SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths), middle, y.Arrays());
+  y.Finish(call.threads);
   return ffi::Error::Success();
 #else
   return ffi::Error(ffi::ErrorCode::kUnimplemented, "built without the matrix unit");

@@ -6,6 +6,7 @@ bfloat16 goes in and out as it is: XLA on the CPU makes a bitcast to raw numbers
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,16 @@ def write_kv(
     call = jax.ffi.ffi_call(target, jax.typeof(pages_LPW), input_output_aliases={0: 0})
     used = _used(used, pages_T.shape)
     return call(pages_LPW, layer, k_TKH, v_TKH, pages_T, offsets_T, used, page_tokens=np.int32(layout.page_tokens))
+
+
+def add_rows(sums: Sequence[jax.Array], parts: Sequence[jax.Array], *, first: int) -> tuple[jax.Array, ...]:
+    """As strategies.low_rank.add_rows, in place."""
+    call = jax.ffi.ffi_call(
+        "plora_add_rows",
+        [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in sums],
+        input_output_aliases={len(parts) + i: i for i in range(len(sums))},
+    )
+    return tuple(call(*parts, *sums, first=np.int64(first)))
 
 
 def first_best(x_BV: jax.Array) -> jax.Array:

@@ -1,5 +1,5 @@
-// Functions of rows that XLA cuts into passes of their own, as functions of XLA: the gate of an MLP, and the largest of
-// a row's numbers.
+// Functions of rows that XLA cuts into passes of their own, as functions of XLA: the gate of an MLP, the largest of a
+// row's numbers, and sums.
 
 #include <algorithm>
 #include <cstdint>
@@ -82,6 +82,30 @@ ffi::Error GatedImpl(ffi::ThreadPool pool, ffi::AnyBuffer gate, ffi::AnyBuffer u
   return ffi::Error::Success();
 }
 
+// Adds `count` numbers of either type to as many sums.
+template <typename T>
+void Add(const T* part, float* sums, int64_t count) {
+  ForParts(count, [&](int64_t i, auto some) { StorePart(sums + i, LoadPart(sums + i, some) + LoadPart(part + i, some), some); });
+}
+
+// Parts [tokens, O] are added to the rows of sums [., O] from `first` on, which results share with operands.
+ffi::Error AddRowsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets sums, int64_t first) {
+  for (size_t i = 0; i < sums.size(); ++i) {
+    auto part = args.get<ffi::AnyBuffer>(i).value();
+    float* to = sums.get<F32>(i).value()->typed_data() + first * part.dimensions()[1];
+    const int64_t count = part.element_count();
+    Parallel(pool.num_threads(), std::vector<int64_t>((count + kBlock - 1) / kBlock, kBlock), [&](int begin, int end) {
+      const int64_t from = begin * kBlock, numbers = std::min(end * kBlock, count) - from;
+      if (part.element_type() == ffi::BF16) {
+        Add(static_cast<const uint16_t*>(part.untyped_data()) + from, to + from, numbers);
+      } else {
+        Add(static_cast<const float*>(part.untyped_data()) + from, to + from, numbers);
+      }
+    });
+  }
+  return ffi::Error::Success();
+}
+
 // Place of the largest number, of equal ones the first; NaN is less than any other.
 int32_t FirstBest(const float* x, int64_t count) {
   constexpr float kLeast = -std::numeric_limits<float>::infinity();
@@ -129,6 +153,10 @@ using namespace plora;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     plora_gated, GatedImpl,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<I32>().Ret<Bf16>().Attr<bool>("silu"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    plora_add_rows, AddRowsImpl,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attr<int64_t>("first"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(plora_first_best, FirstBestImpl,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Ret<I32>());

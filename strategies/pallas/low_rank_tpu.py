@@ -121,12 +121,13 @@ def delta(
     layout: PageLayout,
     group: tuple[str, ...],
     max_rank: int,
+    out_dtype: Any = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """As strategies.low_rank.delta; costs what `shrink` and `expand` do."""
     where: dict[str, Any] = {"layout": layout, "group": group, "interpret": interpret}
     m_FTR = shrink(x_TI, pages_LPW, layer, lane, max_rank=max_rank, **where)
-    return expand(m_FTR, pages_LPW, layer, lane, **where)
+    return tuple(y.astype(out_dtype or jnp.float32) for y in expand(m_FTR, pages_LPW, layer, lane, **where))
 
 
 def _tile(shape: tuple[int, ...]) -> int:

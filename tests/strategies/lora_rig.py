@@ -190,7 +190,10 @@ def program(
         for group, x_TI in zip(GROUPS, x, strict=True):
             setting = LoraSetting(layout, group, max_rank(stripes), kernels, kernels)
             nothing = {name: jnp.zeros((len(x_TI), layout.out_width(name)), jnp.float32) for name in group}
-            added |= apply.add(nothing, x_TI, memory, layer, lanes, control, phase=phase, setting=setting)
+            serves = apply.serving(lanes, group, layout=layout)
+            added |= apply.add(
+                nothing, x_TI, memory, layer, lanes, control, serves=serves, phase=phase, setting=setting
+            )
         return carry, added
 
     def shard(*args: Any) -> dict[str, jax.Array]:

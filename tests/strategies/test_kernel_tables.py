@@ -95,6 +95,20 @@ def lora_reference(field: str, dtype: str, group: tuple[str, ...]) -> Any:
     return run(getattr(XLA, field).call, case.operands(field, group), **case.static(field, group))
 
 
+@pytest.mark.parametrize("group", GROUPS, ids="+".join)
+@kernels("delta")
+def test_delta_kernel_rounds_its_results_once(kernel: Kernel, field: str, group: tuple[str, ...]) -> None:
+    case = lora_case("bfloat16")
+    operands, static = case.operands(field, group), case.static(field, group)
+    exact = run(kernel.call, operands, **static)
+    for _ in range(2):  # What a call leaves in its room must not come back.
+        got = run(kernel.call, operands, "near", out_dtype=jnp.bfloat16, **static)
+        for one, other in zip(got, exact, strict=True):
+            np.testing.assert_array_equal(one, np.asarray(other).astype(one.dtype))
+        other_operands = (-operands[0], operands[1], operands[2], case.packed.lane(np.roll(case.owner, 3)))
+        run(kernel.call, other_operands, "near", out_dtype=jnp.bfloat16, **static)
+
+
 @PLACES
 @DTYPES
 @pytest.mark.parametrize("group", GROUPS, ids="+".join)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from strategies import native
+from strategies.low_rank import add_rows
 from strategies.rowwise import (
     add_rms_norm,
     first_best,
@@ -204,6 +205,19 @@ def test_rotated_of_other_shapes_is_the_reference():
     x, angles = numbers((4, 1, 2, 8)), wide((3, 4), seed=1)
     got = rotated(x, np.cos(angles), np.sin(angles), BF16)
     np.testing.assert_array_equal(got, xla_rotated(x, np.cos(angles), np.sin(angles), BF16))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+@pytest.mark.parametrize(("tokens", "first"), [(1, 0), (5, 3), (64, 9)])
+def test_add_rows_native_has_the_bits_of_the_reference_and_leaves_other_rows(tokens, first, dtype):
+    sums = [wide((first + tokens + 2, width), seed=width) for width in (8, 200, 1536)]
+    parts = [wide((tokens, y.shape[1]), seed=7).astype(dtype) for y in sums]
+    got = jax.jit(lambda y, p: native.add_rows(y, p, first=first))(sums, parts)
+    for one, want, before in zip(got, add_rows(sums, parts, first=first), sums, strict=True):
+        np.testing.assert_array_equal(one, want)
+        changed = (np.asarray(one) != before).any(axis=1)
+        assert changed.tolist() == [False] * first + [True] * tokens + [False] * 2
 
 
 def test_first_best_equals_the_reference():

@@ -15,13 +15,14 @@ RANKS = np.array([[128, 1, 70], [3, 0, 64], [0, 0, 9]])
 PHASES = {"decode": 8, "prefill": 48}
 
 
-def case_of(strategies, *, phase, stripes, dtype="bfloat16"):
+def case_of(strategies, *, phase, stripes, dtype="bfloat16", changed=(1, 1, 1)):
+    """Some tokens for each strategy; `changed` has 0 for projections that no adapter changes."""
     owners = np.full((PHASES[phase], 2), BASE)
     for t, name in enumerate(strategies):
         index = list(LORA).index(name)
         owners[t::8] = (index, 0)
         owners[4 + t :: 24] = (index, 2)
-    ranks = {name: RANKS if name in strategies else np.zeros((0, 3), int) for name in LORA}
+    ranks = {name: RANKS * changed if name in strategies else np.zeros((0, 3), int) for name in LORA}
     return make_case(0, ranks=ranks, owners=owners, dtype=dtype, stripes=stripes)
 
 
@@ -55,6 +56,19 @@ def test_lora_ledger_equals_the_audit(served, phase, stripes, shards):
     with_tables = audit(step, *args, loop_counts=counts, control_args=(3,))
     assert with_tables.to_pool - counted.to_pool == sum(size.moved for _, size in tables)
     assert all(0 < size.useful <= size.moved for _, size in tables)
+
+
+@pytest.mark.parametrize("changed", [(1, 1, 0), (0, 1, 0), (0, 0, 1)])
+def test_lora_ledger_and_audit_leave_out_groups_that_no_adapter_changes(changed):
+    case, whole = (case_of(list(LORA), phase="decode", stripes=1, changed=c) for c in (changed, (1, 1, 1)))
+    bucket, step = case.bucket("decode"), traced("bfloat16", 1, "decode", 1)
+    ledger = ledger_of(bucket, case)
+    counted = audit(step, *shapes(case, 1), loop_counts=traffic.lora_loop_counts(bucket, uses(case)))
+    assert (counted.to_device, counted.to_pool) == (moved(ledger, "to_device"), moved(ledger, "to_pool"))
+    for strategy in ("near_data", "split"):
+        some, all_of_them = (LORA[strategy].traffic(bucket, uses(c)[strategy]) for c in (case, whole))
+        for (crossing, size), (_, largest) in zip(some, all_of_them, strict=True):
+            assert size.useful <= size.moved < largest.moved, crossing
 
 
 @pytest.mark.parametrize("stripes", [1, 3])
