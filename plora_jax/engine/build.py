@@ -224,6 +224,7 @@ def build_engine(
         seed=config.seed,
         planner=planner,
     )
+    executor.settle()
     return Deployment(
         engine=engine,
         config=config,
