@@ -3,7 +3,7 @@
 from plora_jax.model.decoder import Decoder, Params, stack_as_raw
 from plora_jax.model.dense import LoraWeights, forward_full
 from plora_jax.model.layers import Context, LayerConstants
-from plora_jax.model.packed import QUANTIZATIONS, pack_params, packed_specs, quantization_problem
+from plora_jax.model.packed import QUANTIZATIONS, pack_params, packed_shapes, packed_specs, quantization_problem
 
 __all__ = [
     "QUANTIZATIONS",
@@ -14,6 +14,7 @@ __all__ = [
     "Params",
     "forward_full",
     "pack_params",
+    "packed_shapes",
     "packed_specs",
     "quantization_problem",
     "stack_as_raw",

@@ -1,6 +1,6 @@
 """Native CPU kernels: built with the machine's C++ compiler when first used, kept on disk, called through jax.ffi."""
 
-from strategies.native.build import int8_unit_unavailable, matrix_unit_unavailable, unavailable
+from strategies.native.build import cpu_flags, int8_unit_unavailable, matrix_unit_unavailable, unavailable
 from strategies.native.calls import (
     add,
     block_attention,
@@ -18,6 +18,7 @@ __all__ = [
     "add",
     "add_rms_norm",
     "block_attention",
+    "cpu_flags",
     "delta",
     "expand",
     "first_best",
