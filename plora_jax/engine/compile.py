@@ -16,7 +16,10 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileCounter:
-    """Counts every program the backend compiles in this process, those read from the persistent cache included."""
+    """Counts every program the backend compiles in this process, those read from JAX's cache included.
+
+    Steps that were kept whole (`kept_programs`) are not among them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

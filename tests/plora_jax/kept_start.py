@@ -1,6 +1,6 @@
 """A start with a folder of compiled programs, in a process of its own: one that was made in it would load anyway.
 
-  python kept_start.py MODEL FOLDER
+  python kept_start.py MODEL FOLDER OPTIONS
 
 Prints one JSON object: the tokens of a completion, and how many programs were lowered and compiled.
 """
@@ -16,7 +16,7 @@ from plora_jax.engine.params import SamplingParams
 
 
 def main() -> None:
-    model, folder = sys.argv[1:]
+    model, folder, options = sys.argv[1:]
     lower, lowered = JaxExecutor._lower, []
 
     def counted(*args):
@@ -34,11 +34,12 @@ def main() -> None:
                 device_kv_mb=4,
                 device_adapter_mb=4,
                 pool_memory_gb=0.0625,
+                **json.loads(options),
             )
         )
     before = counter.count
-    options = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    tokens = [token for part in built.engine.submit([5, 6, 7], options) for token in part.token_ids]
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    tokens = [token for part in built.engine.submit([5, 6, 7], sampling) for token in part.token_ids]
     print(json.dumps({"tokens": tokens, "lowered": len(lowered), "compiled in traffic": counter.count - before}))
 
 

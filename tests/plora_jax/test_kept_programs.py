@@ -115,19 +115,24 @@ def test_part_that_does_not_say_what_it_is_is_refused(tmp_path):
         make(tmp_path).find(object())
 
 
-def test_later_start_lowers_nothing_and_gives_the_same_tokens(tmp_path, pack):
-    first, second = (_start(pack, tmp_path) for _ in range(2))
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16", "quantization": "int8", "tensor_parallel_size": 2}], ids=["plain", "shards"]
+)
+def test_later_start_lowers_nothing_and_gives_the_same_tokens(tmp_path, pack, options):
+    first, second = (_start(pack, tmp_path, options) for _ in range(2))
     assert first["lowered"] > 0
     assert second == {**first, "lowered": 0}
     assert first["compiled in traffic"] == 0
     # A half file, as of a full disk, costs a start nothing but time.
     for path in (tmp_path / STEPS_FOLDER).glob("*.program"):
         path.write_bytes(path.read_bytes()[:1000])
-    assert _start(pack, tmp_path)["tokens"] == first["tokens"]
+    assert _start(pack, tmp_path, options)["tokens"] == first["tokens"]
 
 
-def _start(pack: Path, folder: Path) -> dict:
-    command = [sys.executable, str(START), str(pack / "models" / MODEL), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+def _start(pack: Path, folder: Path, options: dict) -> dict:
+    command = [sys.executable, str(START), str(pack / "models" / MODEL), str(folder), json.dumps(options)]
+    devices = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "XLA_FLAGS": devices}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
