@@ -3,12 +3,12 @@
 XLA's product (`plora_jax.model.layers.matmul`) takes weights as they are and is the reference. On a CPU with a matrix
 unit the native kernel reads packed weights at the speed of memory, of all layers in one array: XLA would first copy a
 layer's part out of it. The default model, 32 rows, two cores that read 28 GB/s: all layers take 10 ms. int8 weights
-have products of their own (`strategies.quantized`).
+(`strategies.quantized`) and those of 4 bits (`strategies.block_weights`) have products of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from memory_pool.raw import to_raw
 from strategies import native
+from strategies.block_weights import BlockWeights, block_products
 from strategies.quantized import QuantizedWeights, int8_products
 
 TILE_OUTPUTS, TILE_INPUTS = 16, 32
@@ -33,9 +34,13 @@ class PackedWeights(NamedTuple):
     tiles: Any
 
 
-def is_packed(weight: Any) -> TypeGuard[PackedWeights | QuantizedWeights]:
+Weights = PackedWeights | QuantizedWeights | BlockWeights
+"""What `products` takes."""
+
+
+def is_packed(weight: Any) -> TypeGuard[Weights]:
     """Whether `products` takes it; others are plain arrays."""
-    return isinstance(weight, PackedWeights | QuantizedWeights)
+    return isinstance(weight, Weights)
 
 
 def unsupported(shape: tuple[int, ...], dtype: Any, *, shards: int = 1, platform: str | None = None) -> str | None:
@@ -74,7 +79,7 @@ def pack(weight_LOI: jax.Array) -> PackedWeights:
 
 def products(
     x: jax.Array,
-    weights: Sequence[PackedWeights | QuantizedWeights],
+    weights: Sequence[Weights],
     layer: jax.Array,
     *,
     largest: jax.Array | None = None,
@@ -84,16 +89,24 @@ def products(
 
     Args:
         x: [..., I], bfloat16 where weights are.
-        weights: all packed or all quantised.
+        weights: of any kinds.
         layer: [] int32.
         largest, used: as `int8_products`.
 
     Returns:
         [..., O] float32 for each.
     """
-    quantized = [w for w in weights if isinstance(w, QuantizedWeights)]
-    if quantized:
-        return int8_products(x, quantized, layer, largest=largest, used=used)
-    packed = [w.tiles for w in weights if isinstance(w, PackedWeights)]
-    results = native.products(x.reshape(-1, x.shape[-1]), packed, layer, used=used) if packed else ()
-    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
+    by_kind: dict[type[Weights], list[Any]] = {}
+    for weight in weights:
+        by_kind.setdefault(type(weight), []).append(weight)
+
+    def multiply(kind: type[Weights], own: list[Any]) -> Iterator[jax.Array]:
+        if kind is QuantizedWeights:
+            return iter(int8_products(x, own, layer, largest=largest, used=used))
+        if kind is BlockWeights:
+            return iter(block_products(x, own, layer, used=used))
+        found = native.products(x.reshape(-1, x.shape[-1]), [w.tiles for w in own], layer, used=used)
+        return (y.reshape(*x.shape[:-1], y.shape[-1]) for y in found)
+
+    found = {kind: multiply(kind, own) for kind, own in by_kind.items()}
+    return tuple(next(found[type(weight)]) for weight in weights)

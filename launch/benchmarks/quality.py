@@ -1,14 +1,14 @@
 """Measures what a dtype and a quantisation cost in quality: perplexity on a text, against float32.
 
   python -m launch.bench quality
-      the default model as float32, bfloat16, with int8 weights and with an int8 KV cache, on the text that comes with
-      the project
+      the default model as float32, bfloat16, with int8 weights, in the 4-bit blocks of its file and with an int8 KV
+      cache, on the text that comes with the project
 
   python -m launch.bench quality --model=/models/llama --precisions=bfloat16+int8 --text=notes.txt --output_json=q.json
 
-A precision is a dtype, with +int8 for int8 weights and +int8kv for keys and values that are rounded as by
-`--kv_cache_dtype int8`; each is multiplied as it is served. The text is cut into windows
-that know nothing of each other; all precisions see the same tokens. The loss is the rise in perplexity over float32,
+A precision is a dtype, with +int8 or +gguf for weights as `--quantization` has them, and +int8kv for keys and values as
+by `--kv_cache_dtype int8`; each is multiplied as it is served. The text is cut into windows that know
+nothing of each other; all precisions see the same tokens. The loss is the rise in perplexity over float32,
 with the standard error of it over tokens. The text of the project is the start of Lewis Carroll's Alice's Adventures in
 Wonderland, which is in the public domain. Progress goes to standard error, the report to standard output.
 """
@@ -33,7 +33,14 @@ from launch.benchmarks.output import output_problems, write_json
 from launch.console import StageLog
 from launch.flags import StartError
 from plora_jax.checkpoints import DEFAULT_MODEL, LoadedModel, find_model, load_config, load_model
-from plora_jax.model import QUANTIZATIONS, Params, forward_full, pack_params, quantization_problem
+from plora_jax.model import (
+    QUANTIZATIONS,
+    Params,
+    forward_full,
+    keeps_blocks,
+    pack_params,
+    quantization_problem,
+)
 from plora_jax.parallel import TensorParallel
 from plora_jax.tokenizer import load_tokenizer
 
@@ -47,7 +54,7 @@ class QualityCase:
 
     Attributes:
         model: base model, as for `serve`.
-        precisions: by comma, beside float32: bfloat16 or float32, each also with +int8, +int8kv or +int8+int8kv.
+        precisions: by comma, beside float32: bfloat16 or float32, each also with +int8 or +gguf, then with +int8kv.
         text: file to measure on; None for the text of the project.
         windows: windows of the text, as far as it goes.
         window_tokens: tokens of a window.
@@ -55,7 +62,7 @@ class QualityCase:
     """
 
     model: str = DEFAULT_MODEL
-    precisions: str = "bfloat16,float32+int8,bfloat16+int8,bfloat16+int8kv"
+    precisions: str = "bfloat16,float32+int8,bfloat16+int8,bfloat16+gguf,bfloat16+int8kv"
     text: str | None = None
     windows: int = 16
     window_tokens: int = 512
@@ -86,7 +93,7 @@ class Quality(NamedTuple):
     """One precision.
 
     Attributes:
-        precision: dtype, with +int8 for int8 weights and +int8kv for int8 keys and values.
+        precision: dtype, with +int8 or +gguf for quantised weights and +int8kv for int8 keys and values.
         perplexity: of the text.
         loss: rise in perplexity over float32, 0.01 for 1 %.
         error: standard error of `loss`.
@@ -146,7 +153,8 @@ def measure_quality(case: QualityCase, *, log: StageLog) -> list[Quality]:
         found: list[Quality] = []
         reference = np.zeros(0)
         for precision in precisions:
-            loaded = load_model(case.model, dtype=precision.dtype)
+            kept = keeps_blocks(TensorParallel(config), precision.quantization)
+            loaded = load_model(case.model, dtype=precision.dtype, keep_blocks=kept)
             losses, size = _token_losses(loaded, precision, tokens_BT)
             reference = reference if found else losses
             found.append(_quality(precision, losses, reference, size))

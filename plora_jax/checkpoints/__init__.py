@@ -11,6 +11,7 @@ from plora_jax.checkpoints.hf_write import save_hf, write_hf_config
 from plora_jax.checkpoints.load import DEFAULT_MODEL, LoadedModel, find_model, load_config, load_model
 from plora_jax.checkpoints.orbax import load_orbax, load_orbax_config, save_orbax
 from plora_jax.checkpoints.weights import (
+    KeepBlocks,
     Params,
     Progress,
     ShardingOf,
@@ -22,6 +23,7 @@ from plora_jax.checkpoints.weights import (
 
 __all__ = [
     "DEFAULT_MODEL",
+    "KeepBlocks",
     "LoadedModel",
     "Params",
     "Progress",

@@ -7,15 +7,17 @@ experts; here they are turned back, since adapters and everything else follow Hu
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 
 import gguf
 import numpy as np
 
+from plora_jax.checkpoints.gguf_blocks import BLOCKS_OF, to_blocks
 from plora_jax.checkpoints.gguf_config import read_gguf_config
 from plora_jax.checkpoints.names import Part
 from plora_jax.checkpoints.weights import (
+    KeepBlocks,
     Params,
     Progress,
     ShardingOf,
@@ -75,6 +77,7 @@ def load_gguf(
     dtype: str = "auto",
     progress: Progress | None = None,
     sharding_of: ShardingOf | None = None,
+    keep_blocks: KeepBlocks | None = None,
 ) -> tuple[ModelConfig, Params]:
     """A model from a GGUF file.
 
@@ -83,21 +86,23 @@ def load_gguf(
         dtype: "float32", "bfloat16", or "auto": float32 for a file of float32 only, else bfloat16.
         progress: told bytes done and in total after every parameter.
         sharding_of: sharding of a parameter from its path and shape; one device by default.
+        keep_blocks: which parameters stay in 4-bit blocks where all layers have them in blocks; none by default.
 
     Returns:
         The configuration and the nested parameter tree of `ModelConfig.param_shapes`.
 
     Raises:
         ConfigError: metadata that cannot be served exactly.
-        WeightsError: an unreadable file; missing, extra or misshaped tensors.
+        WeightsError: an unreadable file; missing, extra or misshaped tensors; no blocks to keep.
     """
     file = _open(Path(path))
     stored = file.tensors
     config = _read_config(path, file)
     names = _names(config)
     parts = {name: part for part, name in names.items()}
+    blocks = frozenset() if keep_blocks is None else _in_blocks(config, names, file, keep_blocks, Path(path))
     tensors = [
-        Tensor(name, tensor.shape, parts[name], _reader(tensor, parts[name], config, Path(path)))
+        Tensor(name, tensor.shape, parts[name], _reader(tensor, parts[name], config, Path(path), blocks=blocks))
         for name, tensor in stored.items()
         if name in parts
     ]
@@ -109,6 +114,7 @@ def load_gguf(
         source=str(path),
         extra=extra,
         names=names,
+        blocks=blocks,
         sharding_of=sharding_of,
         progress=progress,
     )
@@ -162,10 +168,32 @@ def _names(config: ModelConfig) -> dict[Part, str]:
     return names
 
 
-def _reader(tensor: GgufTensor, part: Part, config: ModelConfig, path: Path) -> Callable[[], np.ndarray]:
+def _in_blocks(
+    config: ModelConfig, names: Mapping[Part, str], file: GgufFile, keep: KeepBlocks, source: Path
+) -> frozenset[str]:
+    """Paths of the parameters that are wanted in blocks, and whose tensors all have a type of them."""
+    kinds: dict[str, set[str]] = {}
+    for part, name in names.items():
+        if name in file.tensors:
+            kinds.setdefault(part.path, set()).add(file.tensors[name].kind.name)
+    shapes = config.param_shapes()
+    found = frozenset(p for p, own in kinds.items() if own <= BLOCKS_OF.keys() and keep(p, shapes[p]))
+    if not found:
+        others = sorted(set().union(*(own for path, own in kinds.items() if len(shapes[path]) == 3)))
+        raise WeightsError(
+            f"--quantization gguf keeps projections of type {', '.join(BLOCKS_OF)}, and {source} has them as "
+            f"{', '.join(others)}: use --quantization int8"
+        )
+    return found
+
+
+def _reader(
+    tensor: GgufTensor, part: Part, config: ModelConfig, path: Path, *, blocks: Container[str]
+) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
         try:
-            values = gguf.quants.dequantize(tensor.data, tensor.kind)
+            in_blocks = part.path in blocks
+            values = to_blocks(tensor) if in_blocks else gguf.quants.dequantize(tensor.data, tensor.kind)
         except NotImplementedError:
             raise WeightsError(
                 f"{path}: tensor {tensor.name} has type {tensor.kind.name}, which the gguf package cannot dequantise"
@@ -181,5 +209,5 @@ def _reader(tensor: GgufTensor, part: Part, config: ModelConfig, path: Path) -> 
 
 
 def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows [heads * H, D] from pairs (0, 1) that rotate together to pairs (0, H / 2)."""
-    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+    """Rows [heads * H, ...] from pairs (0, 1) that rotate together to pairs (0, H / 2)."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

@@ -9,7 +9,7 @@ from typing import Any
 from plora_jax.checkpoints.gguf import default_model_path, load_gguf, load_gguf_config
 from plora_jax.checkpoints.hf import load_hf, load_hf_config
 from plora_jax.checkpoints.orbax import is_orbax, load_orbax, load_orbax_config
-from plora_jax.checkpoints.weights import Params, Progress, ShardingOf
+from plora_jax.checkpoints.weights import KeepBlocks, Params, Progress, ShardingOf, WeightsError
 from plora_jax.config import ModelConfig
 
 DEFAULT_MODEL = "default"
@@ -21,7 +21,7 @@ class LoadedModel:
 
     Attributes:
         config: its numbers.
-        params: nested parameter tree of `ModelConfig.param_shapes`.
+        params: nested parameter tree of `ModelConfig.param_shapes`; in blocks what was to be kept so.
         source: directory or GGUF file it was read from; its tokenizer lies there too.
         dtype: of the parameters, "float32" or "bfloat16".
     """
@@ -80,6 +80,7 @@ def load_model(
     dtype: str = "auto",
     progress: Progress | None = None,
     sharding_of: ShardingOf | None = None,
+    keep_blocks: KeepBlocks | None = None,
 ) -> LoadedModel:
     """Loads a base model from any format.
 
@@ -88,15 +89,22 @@ def load_model(
         dtype: "float32", "bfloat16" or "auto": the published dtype, and bfloat16 for float16 and quantised files.
         progress: told bytes done and in total; Orbax restores in one go and calls it once.
         sharding_of: sharding of a parameter from its path and shape; one device by default.
+        keep_blocks: which parameters stay in the 4-bit blocks of a GGUF file; none by default.
 
     Raises:
         FileNotFoundError: nothing that can be read is there.
         ConfigError: a model that cannot be served exactly.
-        WeightsError: unreadable files; missing, extra or misshaped tensors.
+        WeightsError: unreadable files; missing, extra or misshaped tensors; no blocks to keep.
     """
     source = find_model(path_or_name)
+    if keep_blocks is not None and not source.is_file():
+        raise WeightsError(
+            f"--quantization gguf keeps the 4-bit blocks of a GGUF file, and {source} is none: use --quantization int8"
+        )
     if source.is_file():
-        config, params = load_gguf(source, dtype=dtype, progress=progress, sharding_of=sharding_of)
+        config, params = load_gguf(
+            source, dtype=dtype, progress=progress, sharding_of=sharding_of, keep_blocks=keep_blocks
+        )
     elif is_orbax(source):
         config, params = load_orbax(source, dtype=dtype, sharding_of=sharding_of)
         _report_all(params, progress)

@@ -7,8 +7,9 @@ the parameters once and one parameter more.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +19,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from plora_jax.checkpoints.names import Part
 from plora_jax.config import ConfigError, ModelConfig
+from strategies.block_weights import BLOCK_BYTES, BLOCK_INPUTS
 
 Params = dict[str, Any]
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
 Progress = Callable[[int, int], None]
 """Called with bytes of the finished parameters done so far, and in total."""
+
+KeepBlocks = Callable[[str, tuple[int, ...]], bool]
+"""From the path and shape [L, O, I] of a parameter that a file has in 4-bit blocks to whether it stays in them: uint8
+[L, O, I / 32, 20], as `strategies.block_weights` takes them."""
 
 _DTYPES: Mapping[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 _LISTED = 8
@@ -39,7 +45,7 @@ class Tensor(NamedTuple):
         name: in the file.
         shape: of this piece, as the file has it.
         part: where it belongs.
-        read: loads it, in any float dtype.
+        read: loads it, in any float dtype or as blocks.
     """
 
     name: str
@@ -103,6 +109,7 @@ def assemble(
     source: str,
     extra: Iterable[str] = (),
     names: Mapping[Part, str] | None = None,
+    blocks: Container[str] = (),
     sharding_of: ShardingOf | None = None,
     progress: Progress | None = None,
 ) -> Params:
@@ -115,6 +122,7 @@ def assemble(
         source: file or directory, for messages.
         extra: names of tensors in the files that belong nowhere.
         names: what the files call each part, for messages about missing ones.
+        blocks: paths of the parameters that stay in 4-bit blocks.
         sharding_of: sharding of a parameter from its path and shape; one device by default.
         progress: told after every parameter.
 
@@ -129,11 +137,11 @@ def assemble(
     for tensor in tensors:
         by_path[tensor.part.path].append(tensor)
     _check(config, by_path, source=source, extra=list(extra), names=names or {})
-    itemsize = numpy_dtype(dtype).itemsize
-    total, done = sum(int(np.prod(s)) for s in shapes.values()) * itemsize, 0
+    kept = {path: _kept_as(shape, numpy_dtype(dtype), blocks=path in blocks) for path, shape in shapes.items()}
+    total, done = sum(math.prod(shape) * own.itemsize for shape, own in kept.values()), 0
     flat: dict[str, jax.Array] = {}
-    for path, shape in shapes.items():
-        buffer = np.empty(shape, numpy_dtype(dtype))
+    for path, (shape, own) in kept.items():
+        buffer = np.empty(shape, own)
         for tensor in by_path[path]:
             buffer[tensor.part.at] = tensor.read()
         sharding = (sharding_of or one_device_sharding)(path, shape)
@@ -142,6 +150,12 @@ def assemble(
         if progress is not None:
             progress(done, total)
     return nest(flat)
+
+
+def _kept_as(shape: tuple[int, ...], dtype: np.dtype, *, blocks: bool) -> tuple[tuple[int, ...], np.dtype]:
+    if not blocks:
+        return shape, dtype
+    return (*shape[:-1], shape[-1] // BLOCK_INPUTS, BLOCK_BYTES), np.dtype(np.uint8)
 
 
 def check_tree(config: ModelConfig, found: Mapping[str, tuple[int, ...]], *, source: str) -> None:

@@ -178,7 +178,7 @@ def build_engine(
         kept = KeptPrograms(cache and cache / STEPS_FOLDER, list(mesh.devices.flat))
         executor = JaxExecutor(
             model,
-            served_shapes(config, parallel, mesh, dtype=dtype),
+            served_shapes(config, parallel, mesh, dtype=dtype, read=lambda: reading.result()[1]),
             dtype=dtype,
             memory=memory,
             max_num_seqs=config.max_num_seqs,

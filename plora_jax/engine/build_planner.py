@@ -18,6 +18,7 @@ from plora_jax.engine.machine import find_hardware, shape_of_model
 from plora_jax.engine.near_guard import AttentionChoice
 from plora_jax.engine.plan_worker import PlanWorker, make_policy
 from plora_jax.engine.planning import EnginePlanner
+from plora_jax.model import WEIGHT_BYTES
 from strategies.cost import cost_model
 
 
@@ -65,7 +66,7 @@ def make_planner(
         model,
         name=name,
         item_bytes=np.dtype(layout.dtype).itemsize,
-        weight_bytes=1 if config.quantization == "int8" else None,
+        weight_bytes=WEIGHT_BYTES[config.quantization],
         kv_item_bytes=layout.kv_item_bytes,
         shards=memory.num_shards,
     )

@@ -23,10 +23,12 @@ class EngineConfig:
         model: "default", a Hugging Face directory, a GGUF file or an Orbax checkpoint directory.
         dtype: "auto" (as published; bfloat16 for float16 and quantised files), "bfloat16" or "float32"; of weights,
             activations, KV and adapters.
-        quantization: "none", or "int8": base weights of projections and head as 8-bit integers with a scale for each
-            output, rounded at the start, beside any dtype. Steps read half the bytes of bfloat16; activations count as
-            16-bit integers by token. The default model loses 0.3 % in perplexity (`launch.bench quality` measures it
-            for any model). Embeddings, norms, adapters and KV keep their dtype.
+        quantization: of base weights, beside any dtype: "none"; "int8": projections and head as 8-bit integers with a
+            scale for each output, rounded at the start, activations as 16-bit integers by token; steps read half the
+            bytes of bfloat16. "gguf": the 4-bit blocks of a GGUF file (Q4_0, Q4_1, Q4_K) as they are, activations as
+            8-bit integers by blocks of 32, and int8 for whatever the file has otherwise; steps read a third, so few
+            requests at once are fastest so, and many with int8. `launch.bench quality` measures what each loses for any
+            model. Embeddings, norms, adapters and KV keep their dtype.
         kv_cache_dtype: "auto" (as dtype says), or "int8": keys and values as 8-bit integers with a scale for each token
             and head, rounded once, when they are written. Pages take little more than half the bytes of bfloat16, so
             the pool and device_kv_mb hold nearly twice the tokens.

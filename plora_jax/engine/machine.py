@@ -80,7 +80,7 @@ def shape_of_model(
     *,
     name: str,
     item_bytes: int,
-    weight_bytes: int | None = None,
+    weight_bytes: float | None = None,
     kv_item_bytes: float | None = None,
     shards: int = 1,
 ) -> ModelShape:

@@ -18,7 +18,7 @@ from plora_jax.model import scopes
 from plora_jax.model.moe import routed_experts
 from plora_jax.model.rope import rotate
 from plora_jax.parallel import ROW_PARALLEL, TensorParallel
-from strategies.products import PackedWeights, products
+from strategies.products import Weights, products
 from strategies.quantized import QuantizedWeights, largest_magnitude
 from strategies.rowwise import add_rms_norm, gated, rms_norm
 
@@ -30,14 +30,14 @@ class LayerConstants(NamedTuple):
         index: [] int32.
         rotation: rotary embedding of the tokens.
         window: [] int32, tokens a query sees.
-        packed: weights of all layers that are kept in the order of a kernel or as int8, by projection.
+        packed: weights of all layers that are kept in the order of a kernel or quantised, by projection.
         used: as `Context.used`.
     """
 
     index: Any
     rotation: Any
     window: Any
-    packed: Mapping[str, PackedWeights | QuantizedWeights] = {}
+    packed: Mapping[str, Weights] = {}
     used: Any = None
 
 

@@ -118,7 +118,7 @@ class ModelShape:
     phases: tuple[PhaseShape, ...]
     attention: AttentionShape
     item_bytes: int = 2
-    weight_bytes: int | None = None
+    weight_bytes: float | None = None
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class ModelShape:
         return self.attention.kv_numbers * (self.item_bytes if item is None else item)
 
     @property
-    def bytes_of_weight(self) -> int:
+    def bytes_of_weight(self) -> float:
         """Bytes of a number of base weights."""
         return self.weight_bytes or self.item_bytes
 

@@ -1,9 +1,16 @@
 """Native CPU kernels: built with the machine's C++ compiler when first used, kept on disk, called through jax.ffi."""
 
-from strategies.native.build import cpu_flags, int8_unit_unavailable, matrix_unit_unavailable, unavailable
+from strategies.native.build import (
+    block_unit_unavailable,
+    cpu_flags,
+    int8_unit_unavailable,
+    matrix_unit_unavailable,
+    unavailable,
+)
 from strategies.native.calls import (
     add,
     block_attention,
+    block_products,
     delta,
     expand,
     int8_products,
@@ -18,6 +25,8 @@ __all__ = [
     "add",
     "add_rms_norm",
     "block_attention",
+    "block_products",
+    "block_unit_unavailable",
     "cpu_flags",
     "delta",
     "expand",

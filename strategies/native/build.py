@@ -35,6 +35,7 @@ _TARGETS = (
     "plora_int8_partial_attention",
     "plora_products",
     "plora_int8_products",
+    "plora_block_products",
     "plora_gated",
     "plora_rms_norm",
     "plora_add_rms_norm",
@@ -79,11 +80,21 @@ def int8_unit_unavailable() -> str | None:
     return _unit_unavailable("plora_int8_unit", "int8")
 
 
+@functools.cache
+def block_unit_unavailable() -> str | None:
+    """None when products with weights of 4 bits can run on the processor, else why not."""
+    return _unavailable("plora_block_unit", "products of 8-bit integers (AVX-512 VNNI)")
+
+
 def _unit_unavailable(asks: str, numbers: str) -> str | None:
+    return _unavailable(asks, f"matrix unit for {numbers} (AMX)")
+
+
+def _unavailable(asks: str, what: str) -> str | None:
     if reason := unavailable():
         return reason
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or ""
-    return None if getattr(_load(compiler), asks)() else f"this processor has no matrix unit for {numbers} (AMX)"
+    return None if getattr(_load(compiler), asks)() else f"this processor has no {what}"
 
 
 @functools.cache

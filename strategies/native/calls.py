@@ -294,6 +294,28 @@ def int8_products(
     return tuple(jax.ffi.ffi_call("plora_int8_products", results)(layer, used, _checked(x_TI), largest, *operands))
 
 
+def block_products(
+    x_TI: jax.Array, tiles: Sequence[jax.Array], layer: jax.Array, *, used: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """As strategies.block_weights.xla_products, of weights in tiles, by products of 8-bit integers.
+
+    Args:
+        x_TI: [T, I] bfloat16 or float32.
+        tiles: [L, O / 16, I / 32, 320] uint8 each, as `strategies.block_weights.pack` leaves them.
+        layer: [] int32.
+        used: [] int32, how many rows to multiply; None for all.
+
+    Returns:
+        [T, O] float32 for each, 0 for the rows that are not used; an element depends on its row and weights alone.
+
+    Cost:
+        Reads each weight once from memory, whatever the number of rows.
+    """
+    results = [jax.ShapeDtypeStruct((x_TI.shape[0], w.shape[1] * 16), jnp.float32) for w in tiles]
+    used = jnp.int32(x_TI.shape[0]) if used is None else used
+    return tuple(jax.ffi.ffi_call("plora_block_products", results)(layer, used, _checked(x_TI), *tiles))
+
+
 def _like(pages_LPW: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a result in the memory space of the pages."""
     of_pages = jax.typeof(pages_LPW)

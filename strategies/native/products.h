@@ -36,16 +36,20 @@ inline bool MatrixUnit() {
 
 #ifdef __AMX_BF16__
 
-// Sets the unit up for whole tiles; for the life of an object, on the thread that made it.
+// Sets the unit up for sums in tiles 0 to 3, rows in 4 and 5, weights in 6 and 7; for the life of an object, on the thread
+// that made it. `inner_bytes` of a row are multiplied at once.
 class Tiles {
  public:
-  Tiles() {
+  explicit Tiles(int inner_bytes = 64) {
     struct __attribute__((packed)) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
-    for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = kTileSide;
+    for (int i = 0; i < 8; ++i) {
+      config.row_bytes[i] = i == 4 || i == 5 ? inner_bytes : 64;
+      config.rows[i] = i < 6 ? kTileSide : inner_bytes / 4;
+    }
     // GCC takes the instruction to read 8 bytes, and may not store the rest.
     asm volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);

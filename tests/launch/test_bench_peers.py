@@ -124,6 +124,7 @@ def test_system_that_cannot_run_a_case_says_why(tmp_path):
     assert why_not("openvino", PeerCase(32, 32), files) == "serves one adapter set a batch, and none from a GGUF file"
     assert why_not("llama.cpp", PeerCase(32, 1), files) == "does not batch requests of different adapters"
     assert why_not("openvino", PeerCase(1, 0), files) == "reads a GGUF file, and --model is none"
+    assert why_not("plora_jax-gguf", PeerCase(1, 0), files) == "reads a GGUF file, and --model is none"
     assert why_not("peft", PeerCase(32, 32), files) is None
 
 
@@ -193,7 +194,8 @@ def test_median_of_runs_is_the_figure():
         ({"cases": "base-1,base-2"}, "--cases 'base-1,base-2' must name some of base-1, base-32, lora-1, lora-32"),
         (
             {"systems": "tgi"},
-            "--systems 'tgi' must name some of plora_jax, plora_jax-int8, peft, vllm, openvino, llama.cpp",
+            "--systems 'tgi' must name some of plora_jax, plora_jax-int8, plora_jax-gguf, peft, vllm, openvino, "
+            "llama.cpp",
         ),
         ({"dtype": "int4"}, "--dtype 'int4' must be bfloat16 or float32"),
         ({"runs": 0, "threads": 0}, "--runs must be at least 1, got 0; --threads must be at least 1, got 0"),

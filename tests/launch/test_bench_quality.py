@@ -54,8 +54,9 @@ def test_parse_precisions_puts_float32_first_and_takes_each_once():
     [
         (
             {"precisions": "int4"},
-            "--precisions 'int4': choose of float32, float32+int8kv, float32+int8, float32+int8+int8kv, bfloat16, "
-            "bfloat16+int8kv, bfloat16+int8, bfloat16+int8+int8kv",
+            "--precisions 'int4': choose of float32, float32+int8kv, float32+int8, float32+int8+int8kv, float32+gguf, "
+            "float32+gguf+int8kv, bfloat16, bfloat16+int8kv, bfloat16+int8, bfloat16+int8+int8kv, bfloat16+gguf, "
+            "bfloat16+gguf+int8kv",
         ),
         ({"precisions": "bfloat16+int4"}, "--precisions 'bfloat16+int4': choose of float32"),
         ({"precisions": "bfloat16+int8kv+int8"}, "--precisions 'bfloat16+int8kv+int8': choose of float32"),

@@ -1,4 +1,4 @@
-"""Run by test_quantization.py in a process with four devices: an int8 model over shards against one device, as JSON."""
+"""Run by test_quantization.py in a process with four devices: a model over shards against one device, as JSON."""
 
 import json
 import sys
@@ -9,18 +9,21 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from memory_pool.link import TENSOR_AXIS
-from plora_jax.checkpoints import load_hf
-from plora_jax.model import forward_full, pack_params, packed_specs
+from plora_jax.checkpoints import load_config, load_model
+from plora_jax.model import forward_full, keeps_blocks, pack_params, packed_specs
 from plora_jax.parallel import TensorParallel
 
 TOKENS = np.random.default_rng(0).integers(0, 250, (2, 24)).astype(np.int32)
 
 
-def logits(directory: Path, shards: int) -> np.ndarray:
-    config, params = load_hf(directory, dtype="float32")
+def logits(path: Path, quantization: str, shards: int) -> np.ndarray:
+    config = load_config(path)
     plan = TensorParallel(config, shards)
     mesh = Mesh(np.array(jax.devices()[:shards]), (TENSOR_AXIS,))
-    packed = pack_params(plan.place(params, mesh), plan, quantization="int8")
+    loaded = load_model(
+        path, dtype="float32", sharding_of=plan.sharding_of(mesh), keep_blocks=keeps_blocks(plan, quantization)
+    )
+    packed = pack_params(plan.place(loaded.params, mesh), plan, quantization=quantization)
     step = jax.shard_map(
         lambda p, t: forward_full(p, config, t, num_shards=shards)[None],
         mesh=mesh,
@@ -32,10 +35,14 @@ def logits(directory: Path, shards: int) -> np.ndarray:
 
 
 def main() -> None:
-    alone = logits(Path(sys.argv[1]), 1)[0]
-    over = logits(Path(sys.argv[1]), 4)
-    same = bool((over.argmax(-1) == alone.argmax(-1)).all())
-    print(json.dumps({"difference": float(np.abs(over - alone).max()), "same_argmax": same}))
+    path, quantization = Path(sys.argv[1]), sys.argv[2]
+    alone = logits(path, quantization, 1)[0]
+    found = []
+    for shards in map(int, sys.argv[3:]):
+        over = logits(path, quantization, shards)
+        same = bool((over.argmax(-1) == alone.argmax(-1)).all())
+        found.append({"difference": float(np.abs(over - alone).max()), "same_argmax": same})
+    print(json.dumps(found))
 
 
 main()

@@ -56,7 +56,6 @@ class DriverPeer(NamedTuple):
         python_flag: flag of that interpreter.
         install: how to get it.
         cases_without: why it has no figure where there are adapters, and where there are several; empty where it has.
-        needs_gguf: reads the GGUF file.
     """
 
     driver: str
@@ -64,7 +63,6 @@ class DriverPeer(NamedTuple):
     python_flag: str
     install: str
     cases_without: str = ""
-    needs_gguf: bool = False
 
 
 PEERS: Mapping[str, DriverPeer] = {
@@ -87,12 +85,16 @@ PEERS: Mapping[str, DriverPeer] = {
         "openvino_python",
         "pip install openvino-genai openvino-tokenizers",
         cases_without="serves one adapter set a batch, and none from a GGUF file",
-        needs_gguf=True,
     ),
 }
 LLAMA = "llama.cpp"
 # This engine, by the flags that it gets on top of the case's.
-OURS: Mapping[str, tuple[str, ...]] = {"plora_jax": (), "plora_jax-int8": ("--quantization=int8",)}
+OURS: Mapping[str, tuple[str, ...]] = {
+    "plora_jax": (),
+    "plora_jax-int8": ("--quantization=int8",),
+    "plora_jax-gguf": ("--quantization=gguf",),
+}
+_READ_GGUF = ("plora_jax-gguf", "openvino", "llama.cpp")
 SYSTEMS = (*OURS, *PEERS, LLAMA)
 _LLAMA_WITHOUT = "does not batch requests of different adapters"
 _LLAMA_INSTALL = "build llama.cpp (cmake -B build; cmake --build build --target llama-server) and name --llama_server"
@@ -120,7 +122,7 @@ def why_not(name: str, case: PeerCase, files: PeerFiles) -> str | None:
     without = _LLAMA_WITHOUT if name == LLAMA else PEERS[name].cases_without if name in PEERS else ""
     if case.adapters and without:
         return without
-    if files.gguf is None and (name == LLAMA or (name in PEERS and PEERS[name].needs_gguf)):
+    if files.gguf is None and name in _READ_GGUF:
         return "reads a GGUF file, and --model is none"
     return None
 
