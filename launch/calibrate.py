@@ -109,7 +109,7 @@ def run_calibration(options: Calibrating, *, log: StageLog) -> Calibrated:
         raise StartError(str(error)) from error
     model = model_of(config, jax.numpy.dtype(options.dtype))
     base = _base_model(options, log) if options.base_steps else None
-    name = options.model if base is None else default_model_name(base)
+    name = options.model if base is None else default_model_name(base.source)
     shape = shape_of_model(config, name=name, item_bytes=model.layout.dtype.itemsize)
     size = cold_size(None if options.data_mb is None else options.data_mb * 2**20)
     log.say("data", f"filling {size.num_bytes / 1e6:.0f} MB of pages in the pool and on the device")

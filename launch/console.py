@@ -7,13 +7,13 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from plora_jax.engine import build
+from plora_jax.engine.start import Progress as StartProgress
 
 _TITLES = {"weights": "loading the base model", "programs": "compiling programs", "adapters": "loading adapters"}
 _LABEL_WIDTH = 11
 
 
-class StageLog(build.Progress):
+class StageLog(StartProgress):
     """Says how far a start is.
 
     Args:

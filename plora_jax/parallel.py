@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -193,6 +194,25 @@ class TensorParallel:
             return jax.make_array_from_single_device_arrays(shape, device_sharding(mesh, self.spec(name)), parts)
 
         return jax.tree.map_with_path(one, dict(params))
+
+    def placed_shapes(self, mesh: Mesh, dtype: np.dtype) -> dict[str, Any]:
+        """Shapes, dtypes and shardings of what `place` returns, before there is any of it.
+
+        Args:
+            mesh: as `place` takes it.
+            dtype: of all parameters.
+        """
+        shapes = self.config.param_shapes()
+
+        def one(path: tuple[Any, ...], spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            name = ".".join(key.key for key in path)
+            shape = shapes[name]
+            if self._is_repeated(name):
+                shape = (shape[0], self.num_shards * self.config.head_dim, *shape[2:])
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=device_sharding(mesh, spec))
+
+        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+        return jax.tree.map_with_path(one, self.param_specs(), is_leaf=is_spec)
 
     def _is_repeated(self, path: str) -> bool:
         return self.kv_repeated and path.removeprefix("layers.").removesuffix("_bias") in _KV

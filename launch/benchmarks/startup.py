@@ -3,7 +3,7 @@
   python -m launch.bench startup
       the default model and its adapters; one start that compiles, then --runs that read the cache
 
-  python -m launch.bench startup --model=/models/llama --cold_runs=0 --compilation_cache_dir=~/.cache/plora_jax/xla
+  python -m launch.bench startup --model=/models/llama --cold_runs=0 --compilation_cache_dir=~/.cache/plora_jax/programs
       restarts alone, of a model of your own, with the cache that it serves from
 
 Every start is a process of its own that does what `launch.serve` does but for listening. Without

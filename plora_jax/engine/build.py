@@ -24,20 +24,23 @@ from memory_pool.pages import PageAllocator
 from memory_pool.pool_pages import PoolPages
 from memory_pool.probe import ProbeReport, probe
 from plora_jax.adapters import Adapter, load_adapter
-from plora_jax.checkpoints import LoadedModel, load_config, load_model
+from plora_jax.checkpoints import find_model, load_config, numpy_dtype, resolve_dtype
 from plora_jax.config import ModelConfig
 from plora_jax.engine.batch import PREFILL_BLOCK
 from plora_jax.engine.budget import SchedulerConfig
 from plora_jax.engine.build_planner import make_planner
+from plora_jax.engine.build_weights import read_weights, served_shapes
 from plora_jax.engine.compile import use_persistent_cache
 from plora_jax.engine.engine import Engine
 from plora_jax.engine.engine_config import EngineConfig
 from plora_jax.engine.executor import JaxExecutor
+from plora_jax.engine.kept_programs import STEPS_FOLDER, KeptPrograms
 from plora_jax.engine.memory_budgets import Room, allocation_problem, memory_problems
 from plora_jax.engine.near_guard import AttentionChoice, NearDataGuard, backend_problems
 from plora_jax.engine.planning import EnginePlanner
+from plora_jax.engine.start import Beside, Progress, StagesInTurn
 from plora_jax.engine.traffic import groups_of
-from plora_jax.model import keeps_blocks, quantization_problem
+from plora_jax.model import quantization_problem
 from plora_jax.parallel import EMBEDDING, HEAD, TensorParallel
 from plora_jax.tokenizer import load_tokenizer
 from strategies.strategy_table import LORA
@@ -50,16 +53,6 @@ adapters, none has to stay in the pool."""
 
 UNPLANNED_ATTENTION = "distributed"
 """Pages that the device does not hold are read where they are until a plan says otherwise."""
-
-
-class Progress:
-    """Told how far the start is; the base class says nothing."""
-
-    def stage(self, name: str) -> None:
-        """A stage begins: "weights", "programs" or "adapters"."""
-
-    def advance(self, done: int, total: int) -> None:
-        """Done so far in this stage, in bytes or programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,68 +137,69 @@ def build_engine(
     """
     config.validate()
     progress = progress or Progress()
-    if config.compilation_cache_dir:
-        use_persistent_cache(config.compilation_cache_dir)
-    progress.stage("weights")
-    parallel = TensorParallel(load_config(config.model), config.tensor_parallel_size)
-    if problem := quantization_problem(parallel.config, config.quantization):
+    cache = use_persistent_cache(config.compilation_cache_dir) if config.compilation_cache_dir else None
+    stages = StagesInTurn(progress, "weights", "programs")
+    source, model = find_model(config.model), load_config(config.model)
+    parallel = TensorParallel(model, config.tensor_parallel_size)
+    if problem := quantization_problem(model, config.quantization):
         raise ValueError(problem)
     mesh, report = _mesh(config.tensor_parallel_size), probe()
     room = Room(host_bytes(), device_bytes(mesh.devices.flat[0]), pool_on_device=report.emulation is not None)
     if problems := [*backend_problems(config, report), *memory_problems(config, room)]:
         raise ValueError("; ".join(problems))
-    loaded = load_model(
-        config.model,
-        dtype=config.dtype,
-        progress=progress.advance,
-        sharding_of=parallel.sharding_of(mesh),
-        keep_blocks=keeps_blocks(parallel, config.quantization),
-    )
-    params = parallel.place(loaded.params, mesh)
-    dtype = np.dtype(params["embedding"].dtype)
+    dtype = numpy_dtype(resolve_dtype(config.dtype, model))
     layout = page_layout(parallel, config, dtype=dtype)
-    sizes, limits = _sizes(config, layout), _limits(config, loaded.config, layout)
-    try:
-        memory = PageMemory(layout, mesh, pool_devices=config.pool_devices, near=report.near_data, **sizes._asdict())
-    except AllocationError as error:
-        raise ValueError(allocation_problem(config, error, pool_on_device=room.pool_on_device)) from error
-    pages, ledger = PoolPages(config.pool_devices, sizes.pool_pages), Ledger()
-    longest = -(-limits.max_model_len // config.page_tokens)
-    adapters = _adapter_pool(config, memory, pages, ledger=ledger, keep_for_kv=longest)
-    kv = KvPool(
-        pages,
-        PageAllocator(sizes.kv_pages),
-        memory,
-        page_tokens=config.page_tokens,
-        token_bytes=memory.page_bytes // config.page_tokens,
-        ledger=ledger,
-    )
-    unit, attention = NearDataUnit(), _attention(config)
-    guard = NearDataGuard(unit, adapters, attention)
-    if report.problem is not None:
-        unit.fail(f"at start: {report.problem}")
-        guard.check()
-    progress.stage("programs")
-    executor = JaxExecutor(
-        loaded.config,
-        params,
-        dtype=dtype,
-        memory=memory,
-        max_num_seqs=config.max_num_seqs,
-        max_prefill_tokens=limits.max_prefill_tokens,
-        max_model_len=limits.max_model_len,
-        max_lora_rank=config.max_lora_rank,
-        adapters=adapters,
-        attention_of=attention,
-        ledger=ledger,
-        guard=guard,
-        quantization=config.quantization,
-        progress=progress.advance,
-    )
-    name = default_model_name(loaded)
+    sizes, limits = _sizes(config, layout), _limits(config, model, layout)
+    # The programs need to know the shapes of the weights, not the weights.
+    with Beside(functools.partial(read_weights, config, parallel, mesh, stages)) as reading:
+        memory = _page_memory(config, layout, mesh, sizes, near=report.near_data, pool_on_device=room.pool_on_device)
+        reading.check()
+        pages, ledger = PoolPages(config.pool_devices, sizes.pool_pages), Ledger()
+        longest = -(-limits.max_model_len // config.page_tokens)
+        adapters = _adapter_pool(config, memory, pages, ledger=ledger, keep_for_kv=longest)
+        kv = KvPool(
+            pages,
+            PageAllocator(sizes.kv_pages),
+            memory,
+            page_tokens=config.page_tokens,
+            token_bytes=memory.page_bytes // config.page_tokens,
+            ledger=ledger,
+        )
+        unit, attention = NearDataUnit(), _attention(config)
+        guard = NearDataGuard(unit, adapters, attention)
+        if report.problem is not None:
+            unit.fail(f"at start: {report.problem}")
+            guard.check()
+
+        def advance(done: int, total: int) -> None:
+            reading.check()
+            stages.advance("programs", done, total)
+
+        kept = KeptPrograms(cache and cache / STEPS_FOLDER, list(mesh.devices.flat))
+        executor = JaxExecutor(
+            model,
+            served_shapes(config, parallel, mesh, dtype=dtype, read=lambda: reading.result()[1]),
+            dtype=dtype,
+            memory=memory,
+            max_num_seqs=config.max_num_seqs,
+            max_prefill_tokens=limits.max_prefill_tokens,
+            max_model_len=limits.max_model_len,
+            max_lora_rank=config.max_lora_rank,
+            adapters=adapters,
+            attention_of=attention,
+            ledger=ledger,
+            guard=guard,
+            kept=kept,
+            progress=advance,
+        )
+        stages.end("programs")
+        tokenizer = load_tokenizer(source)
+        outer, params = reading.result()
+    executor.serve(params)
+    name = default_model_name(source)
     planner_of = functools.partial(
         make_planner,
-        model=loaded.config,
+        model=model,
         name=name,
         memory=memory,
         adapters=adapters,
@@ -219,19 +213,20 @@ def build_engine(
         executor=executor,
         scheduler_config=limits,
         kv=kv,
-        tokenizer=load_tokenizer(loaded.source),
+        tokenizer=tokenizer,
         adapters=adapters,
-        load_adapter=_adapter_reader(loaded.config, params, dtype=dtype, max_lora_rank=config.max_lora_rank),
-        vocab_size=loaded.config.vocab_size,
-        eos_token_ids=loaded.config.eos_token_ids,
+        load_adapter=_adapter_reader(model, outer, dtype=dtype, max_lora_rank=config.max_lora_rank),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
         model_name=model_name or name,
         seed=config.seed,
         planner=planner,
     )
+    executor.settle()
     return Deployment(
         engine=engine,
         config=config,
-        model=loaded.config,
+        model=model,
         dtype=str(dtype),
         memory=memory,
         adapters=adapters,
@@ -287,9 +282,8 @@ def _mesh(num_shards: int) -> Mesh:
     return Mesh(np.array(devices[:num_shards]), (TENSOR_AXIS,))
 
 
-def default_model_name(loaded: LoadedModel) -> str:
+def default_model_name(source: Path) -> str:
     """The last part of the model's path, without quantisation and suffix: "SmolLM2-135M-Instruct"."""
-    source = Path(loaded.source)
     return source.name.split(".")[0] if source.is_file() else source.resolve().name
 
 
@@ -324,6 +318,15 @@ def _sizes(config: EngineConfig, layout: PageLayout) -> _Sizes:
     if problems:
         raise ValueError("; ".join(problems))
     return sizes
+
+
+def _page_memory(
+    config: EngineConfig, layout: PageLayout, mesh: Mesh, sizes: _Sizes, *, near: bool, pool_on_device: bool
+) -> PageMemory:
+    try:
+        return PageMemory(layout, mesh, pool_devices=config.pool_devices, near=near, **sizes._asdict())
+    except AllocationError as error:
+        raise ValueError(allocation_problem(config, error, pool_on_device=pool_on_device)) from error
 
 
 def _limits(config: EngineConfig, model: ModelConfig, layout: PageLayout) -> SchedulerConfig:
@@ -392,11 +395,8 @@ def _attention(config: EngineConfig) -> AttentionChoice:
 
 
 def _adapter_reader(
-    model: ModelConfig, params: Mapping[str, Any], *, dtype: np.dtype, max_lora_rank: int
+    model: ModelConfig, outer: Mapping[str, Any], *, dtype: np.dtype, max_lora_rank: int
 ) -> Callable[[str, str], Adapter]:
-    # Not the whole tree: the layers' weights are kept in another form and would be held twice.
-    outer = {name: params[name] for name in ("embedding", "head") if name in params}
-
     def read(name: str, path: str) -> Adapter:
         return load_adapter(
             path, name=name, config=model, max_lora_rank=max_lora_rank, dtype=dtype, base_weights=lambda: outer

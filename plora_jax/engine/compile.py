@@ -16,7 +16,10 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileCounter:
-    """Counts every program the backend compiles in this process, those read from the persistent cache included."""
+    """Counts every program the backend compiles in this process, those read from JAX's cache included.
+
+    Steps that were kept whole (`kept_programs`) are not among them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,11 +39,11 @@ class CompileCounter:
 counter = CompileCounter()
 
 
-def use_persistent_cache(directory: str | os.PathLike[str]) -> bool:
+def use_persistent_cache(directory: str | os.PathLike[str]) -> Path | None:
     """Keeps compiled programs in `directory`, so that a later start reads them instead of compiling.
 
     Returns:
-        Whether it can be written; if not, a warning says why and every start compiles.
+        Its path; None where it cannot be written: a warning says why, and every start compiles.
 
     Mutates:
         The process-wide JAX configuration.
@@ -52,8 +55,8 @@ def use_persistent_cache(directory: str | os.PathLike[str]) -> bool:
             pass
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory to put for ~.
         logger.warning("compiled programs are not kept: %s; set --compilation_cache_dir to a folder of yours", error)
-        return False
+        return None
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return True
+    return path

@@ -12,7 +12,7 @@ from plora_jax.model import QUANTIZATIONS
 from strategies.strategy_table import ATTENTION, LORA
 
 KV_CACHE_DTYPES = ("auto", "int8")
-DEFAULT_CACHE_DIR = "~/.cache/plora_jax/xla"
+DEFAULT_CACHE_DIR = "~/.cache/plora_jax/programs"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from memory_pool import huge_pages, link
 from memory_pool.adapter_pool import AdapterPool, PlacedAdapter
-from memory_pool.huge_pages import move_to_huge_pages
 from memory_pool.ledger import Crossing, Ledger
 from memory_pool.link import device_sharding, pool_sharding, store_in_pool, store_on_device
 from memory_pool.page_memory import PageMemory
@@ -21,6 +21,7 @@ from plora_jax.config import ModelConfig
 from plora_jax.engine import annotations
 from plora_jax.engine.annotations import annotate
 from plora_jax.engine.batch import PREFILL_BLOCK, BatchBuilder, BatchShape, Bucket, BuiltStep, lattice, pick_bucket
+from plora_jax.engine.kept_programs import KeptPrograms, described
 from plora_jax.engine.near_guard import NearDataGuard
 from plora_jax.engine.outputs import TokenLogprobs
 from plora_jax.engine.packing import PackedArrays
@@ -28,7 +29,7 @@ from plora_jax.engine.plan import KvLostError, Row, RowResult, StepPlan
 from plora_jax.engine.plan import Sequence as PlannedSequence
 from plora_jax.engine.step import OVERFLOWED, PromptLogprobs, StepResult, StepSetting, make_step
 from plora_jax.engine.traffic import StepTraffic
-from plora_jax.model import Decoder, Params, pack_params, packed_specs
+from plora_jax.model import Decoder, Params, packed_specs
 from strategies.kernel_tables import Kernels, choose_kernels
 from strategies.strategy_table import LORA
 
@@ -54,7 +55,7 @@ class JaxExecutor:
 
     Args:
         config: of the model.
-        params: parameter tree, placed for the shards (`plora_jax.parallel`).
+        params: shapes, dtypes and shardings of the parameters that `serve` is given (`packed_shapes`).
         dtype: compute dtype of activations, KV and adapters.
         memory: page arrays; the step reads them and gives the KV pages back.
         max_num_seqs: rows of a step.
@@ -65,8 +66,8 @@ class JaxExecutor:
         attention_of: "local" or "distributed", for a sequence's KV pages that are not on the device.
         ledger: told what each step moves over the link.
         guard: asked before each step is packed, and when one fails: it may change who is served how.
-        quantization: of the base weights, as `pack_params` takes it.
         kernels: implementations to use; by default the best for the platform.
+        kept: where compiled programs are looked for, and kept; by default nowhere.
         progress: told (programs compiled, programs in all) during warm-up.
 
     Attributes:
@@ -89,15 +90,16 @@ class JaxExecutor:
         attention_of: Callable[[PlannedSequence], str],
         ledger: Ledger,
         guard: NearDataGuard | None = None,
-        quantization: str = "none",
         kernels: Kernels | None = None,
+        kept: KeptPrograms | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._adapters, self._dtype = adapters, np.dtype(dtype)
         self._memory, self._ledger, self._attention_of, self._guard = memory, ledger, attention_of, guard
         self.decoder = Decoder(config, num_shards=memory.num_shards)
-        self._params = pack_params(params, self.decoder.parallel, quantization=quantization)
-        self.param_specs = packed_specs(self._params, self.decoder.parallel)
+        self._params = params
+        self.param_specs = packed_specs(params, self.decoder.parallel)
+        self._kept = kept or KeptPrograms(None, list(memory.mesh.devices.flat))
         self.kernels = kernels or choose_kernels(layout=memory.layout)
         stripes = adapters.num_stripes if adapters else 1
         self.shape = BatchShape(
@@ -118,8 +120,6 @@ class JaxExecutor:
         self.on_step: Callable[[StepPlan], None] | None = None
         self.meanwhile: Callable[[], None] = lambda: None
         self.programs = self._compile_all(progress)
-        # The products of few rows take 5 to 10 % less time; done last, since it takes a core from the compiler.
-        move_to_huge_pages(jax.tree.leaves(self._params))
 
     @property
     def max_decode_rows(self) -> int:
@@ -200,6 +200,23 @@ class JaxExecutor:
                 self._ledger.add(_control(name), moved_bytes=size, useful_bytes=size)
         return words
 
+    def serve(self, params: Params) -> None:
+        """Takes the parameters, before the first step.
+
+        Args:
+            params: as `pack_params` returns them, of the shapes that were told.
+        """
+        assert _shapes_of(params) == _shapes_of(self._params), (_shapes_of(params), _shapes_of(self._params))
+        self._params = params
+
+    def settle(self) -> None:
+        """Has the weights and then the pages move to huge pages beside what else goes on, with all programs loaded.
+
+        The products of few rows take 5 to 10 % less time with weights there.
+        """
+        memory = self._memory
+        huge_pages.settle(jax.tree.leaves(self._params), (memory.kv, memory.adapters, memory.pool))
+
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of the base weights as they are kept, by name; those of layers by projection, all layers together."""
         flat = {**{name: w for name, w in self._params.items() if name != "layers"}, **self._params["layers"]}
@@ -234,25 +251,58 @@ class JaxExecutor:
         programs: dict[Bucket, Program] = {}
         with ThreadPoolExecutor(min(len(self.buckets), os.cpu_count() or 1)) as threads:
             running = {}
-            # The largest take longest to compile; the next is lowered meanwhile.
-            for bucket in reversed(self.buckets):
-                program = self._lower(bucket)
-                running[threads.submit(program.run.compile)] = bucket, program
-            for done in as_completed(running):
-                bucket, program = running[done]
-                programs[bucket] = program._replace(run=done.result())
-                if progress:
-                    progress(len(programs), len(self.buckets))
+            try:
+                # The largest take longest to compile; the next is lowered meanwhile.
+                for bucket in reversed(self.buckets):
+                    program, args = self._described(bucket)
+                    running[self._obtain(bucket, program, args, threads=threads)] = bucket, program
+                for done in as_completed(running):
+                    bucket, program = running[done]
+                    programs[bucket] = program._replace(run=done.result())
+                    if progress:
+                        progress(len(programs), len(self.buckets))
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
         return programs
 
-    def _lower(self, bucket: Bucket) -> Program:
-        served = [name for name, strategy in LORA.items() if self._memory.near or not strategy.computes_near]
-        strategies = served if self._adapters else ()
+    def _described(self, bucket: Bucket) -> tuple[Program, tuple[Any, ...]]:
+        """A bucket's program but for what runs, and the shapes of its arguments."""
         builder = BatchBuilder(
-            bucket, self.shape, lora_strategies=strategies, attention_of=lambda seq: self._attention_of(seq)
+            bucket, self.shape, lora_strategies=self._strategies(), attention_of=lambda seq: self._attention_of(seq)
         )
         empty = builder.build(StepPlan(()), placed=self._placed)
         packing = {name: PackedArrays(parcel.tree) for name, parcel in empty.parcels.items()}
+        shard = self.decoder.parallel.shard_config
+        traffic = StepTraffic(bucket, self.shape, config=shard, num_shards=self._memory.num_shards)
+        return Program(builder, packing, traffic, None), self.abstract_args(empty, packing)
+
+    def _strategies(self) -> tuple[str, ...]:
+        served = (name for name, strategy in LORA.items() if self._memory.near or not strategy.computes_near)
+        return tuple(served) if self._adapters else ()
+
+    def _obtain(
+        self, bucket: Bucket, program: Program, args: tuple[Any, ...], *, threads: ThreadPoolExecutor
+    ) -> Future[Any]:
+        """The compiled step of a bucket, soon: the one that was kept, or else one that is lowered before this returns.
+
+        Whatever `_lower` reads has to be among the parts.
+        """
+        decoder, kernels = self.decoder, [[kernel.name for kernel in phase] for phase in self.kernels]
+        sizes = decoder.config, decoder.parallel.num_shards, bucket, self.shape, self.setting.max_rank
+        emulated = link.emulation() is not None
+        parts = *sizes, self._strategies(), str(self._dtype), kernels, emulated, described(args)
+
+        def load(path: Path) -> jax.stages.Compiled:
+            found = self._kept.load(path)
+            return self._kept.compile(self._lower(program.packing, args), *parts) if found is None else found
+
+        path = self._kept.find(*parts)
+        if path is not None:
+            return threads.submit(load, path)
+        return threads.submit(self._kept.compile, self._lower(program.packing, args), *parts)
+
+    def _lower(self, packing: Mapping[str, PackedArrays], args: tuple[Any, ...]) -> jax.stages.Lowered:
         step = make_step(
             self.decoder,
             self._dtype,
@@ -264,25 +314,25 @@ class JaxExecutor:
         # float32 means float32: accelerators otherwise round the operands of a product to fewer bits.
         exact = self._dtype == np.float32
         with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-            run = jax.jit(step, donate_argnums=3).lower(*self.abstract_args(empty, packing))
-        shard = self.decoder.parallel.shard_config
-        traffic = StepTraffic(bucket, self.shape, config=shard, num_shards=self._memory.num_shards)
-        return Program(builder, packing, traffic, run)
+            return jax.jit(step, donate_argnums=3).lower(*args)
 
     def abstract_args(self, empty: BuiltStep, packing: Mapping[str, PackedArrays]) -> tuple[Any, ...]:
         """Shapes of a step's arguments with their shardings."""
-        memory, device = self._memory, self._space[False]
+        memory = self._memory
 
         def words(name: str) -> jax.ShapeDtypeStruct:
             sharding = self._space[empty.parcels[name].in_pool]
             return jax.ShapeDtypeStruct((max(packing[name].num_words, 1),), np.int32, sharding=sharding)
 
         def abstract(x: Any) -> jax.ShapeDtypeStruct:
-            sharding = x.sharding if isinstance(x, jax.Array) else device
-            return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
         arrays = jax.tree.map(abstract, (self._params, memory.pool, memory.adapters, memory.kv))
         return *arrays, {name: words(name) for name in packing}
+
+
+def _shapes_of(params: Params) -> Any:
+    return jax.tree.map(lambda array: (array.shape, str(array.dtype)), params)
 
 
 def _control(parcel: str) -> Crossing:

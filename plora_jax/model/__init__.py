@@ -8,6 +8,7 @@ from plora_jax.model.packed import (
     WEIGHT_BYTES,
     keeps_blocks,
     pack_params,
+    packed_shapes,
     packed_specs,
     quantization_problem,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "forward_full",
     "keeps_blocks",
     "pack_params",
+    "packed_shapes",
     "packed_specs",
     "quantization_problem",
     "stack_as_raw",

@@ -105,6 +105,24 @@ def packed_specs(params: Params, parallel: TensorParallel) -> dict[str, Any]:
     return specs
 
 
+def packed_shapes(params: Params, parallel: TensorParallel, *, quantization: str = "none") -> dict[str, Any]:
+    """Shapes, dtypes and shardings of what `pack_params` returns.
+
+    Args:
+        params: those of its argument (`TensorParallel.placed_shapes`).
+        parallel, quantization: as `pack_params` takes them.
+    """
+    mesh = params["embedding"].sharding.mesh
+    shapes = jax.eval_shape(functools.partial(pack_params, parallel=parallel, quantization=quantization), params)
+
+    def placed(spec: PartitionSpec, weight: Any) -> Any:
+        sharding = device_sharding(mesh, spec)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), weight)
+
+    specs = packed_specs(shapes, parallel)
+    return jax.tree.map(placed, specs, shapes, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+
 def projections_of(config: ModelConfig) -> list[str]:
     """Names of the layers' weights that are multiplied by rows: all projections but experts."""
     return [name for name in config.projections if f"layers.{name}" in config.param_shapes()]
@@ -124,8 +142,8 @@ def _spec_of(weight: Any, spec: PartitionSpec) -> Any:
 def _pack(weight: jax.Array, parallel: TensorParallel) -> PackedWeights | None:
     if products.unsupported(weight.shape, weight.dtype, shards=parallel.num_shards) is not None:
         return None
-    sharding = weight.sharding if isinstance(weight.sharding, NamedSharding) else None
-    return jax.jit(products.pack, out_shardings=sharding)(weight)
+    lies = _lies(weight)
+    return jax.jit(products.pack, out_shardings=lies if isinstance(lies, NamedSharding) else None)(weight)
 
 
 def _keep(weight: jax.Array, parallel: TensorParallel) -> BlockWeights | QuantizedWeights:
@@ -138,8 +156,13 @@ def _keep(weight: jax.Array, parallel: TensorParallel) -> BlockWeights | Quantiz
 
 def _quantize(weight: jax.Array, parallel: TensorParallel) -> QuantizedWeights:
     tiled = quantized.unsupported(weight.shape, shards=parallel.num_shards) is None
-    lies, shardings = weight.sharding, None
+    lies, shardings = _lies(weight), None
     if isinstance(lies, NamedSharding) and isinstance(lies.mesh, Mesh):
         specs = _spec_of(QuantizedWeights(None, None), lies.spec)
         shardings = QuantizedWeights(*(device_sharding(lies.mesh, own) for own in specs))
     return jax.jit(functools.partial(quantized.quantize, tiled=tiled), out_shardings=shardings)(weight)
+
+
+def _lies(weight: jax.Array) -> Any:
+    """The sharding of an array; None of one that is being traced."""
+    return getattr(weight, "sharding", None)

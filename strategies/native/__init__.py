@@ -2,6 +2,7 @@
 
 from strategies.native.build import (
     block_unit_unavailable,
+    cpu_flags,
     int8_unit_unavailable,
     matrix_unit_unavailable,
     unavailable,
@@ -27,6 +28,7 @@ __all__ = [
     "block_attention",
     "block_products",
     "block_unit_unavailable",
+    "cpu_flags",
     "delta",
     "expand",
     "first_best",

@@ -106,7 +106,7 @@ def _load(compiler: str) -> ctypes.CDLL:
 def _library(compiler: str) -> Path:
     """Path of the shared library, built when it is not there yet."""
     files = [path.read_bytes() for path in (*_SOURCES, *_HEADERS)]
-    made_from = (files, compiler, _FLAGS, jax.__version__, platform.machine(), _cpu_flags())
+    made_from = (files, compiler, _FLAGS, jax.__version__, platform.machine(), cpu_flags())
     digest = hashlib.sha256(repr(made_from).encode()).hexdigest()[:20]
     directory = Path(os.environ.get("PLORA_NATIVE_DIR", "~/.cache/plora_jax/native")).expanduser()
     path = directory / f"kernels-{digest}.so"
@@ -125,7 +125,7 @@ def _library(compiler: str) -> Path:
     return path
 
 
-def _cpu_flags() -> str:
+def cpu_flags() -> str:
     """What -march=native depends on: a home directory may be shared by unlike machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from memory_pool import allocate, device_sharding, one_device_mesh, pool_sharding
-from memory_pool.huge_pages import move_to_huge_pages, use_huge_pages
+from memory_pool.huge_pages import settle, use_huge_pages
 
 OFFERED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 KERNEL = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
@@ -20,7 +20,8 @@ def test_huge_pages_leave_arrays_as_they_are():
     arrays = [
         allocate((n,), np.uint16, place(mesh)) for n in (0, 7, 3 << 20) for place in (device_sharding, pool_sharding)
     ]
-    use_huge_pages(arrays).join()
+    use_huge_pages(arrays)
+    settle((), arrays).join()
     assert not any(np.asarray(array).any() for array in arrays)
 
 
@@ -31,13 +32,14 @@ def test_huge_pages_are_under_a_large_array_afterwards():
     array = allocate((32 << 20,), np.uint16, pool_sharding(one_device_mesh()))
     array.block_until_ready()
     start = array.unsafe_buffer_pointer()
-    use_huge_pages([array]).join()
+    use_huge_pages([array])
+    settle((), [array]).join()
     assert _huge_kb(start + (32 << 20)) > 0
 
 
 def test_moving_to_huge_pages_leaves_arrays_as_they_are():
     arrays = [jnp.arange(n, dtype=jnp.int32) for n in (0, 7, 3 << 20)]
-    move_to_huge_pages(arrays).join()
+    settle(arrays).join()
     for array in arrays:
         assert (np.asarray(array) == np.arange(array.size)).all()
 
@@ -49,7 +51,7 @@ def test_moving_to_huge_pages_leaves_arrays_as_they_are():
 def test_array_that_was_moved_is_on_huge_pages():
     array = jnp.arange(16 << 20, dtype=jnp.int32).block_until_ready()
     start = array.unsafe_buffer_pointer()
-    move_to_huge_pages([array]).join()
+    settle([array]).join()
     assert _huge_kb(start + (32 << 20)) > 0
 
 
