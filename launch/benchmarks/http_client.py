@@ -1,24 +1,28 @@
-"""Requests to an OpenAI-compatible server over HTTP: one thread a request in flight, answers streamed.
+"""Requests to an OpenAI-compatible server over HTTP, all in one event loop, answers streamed.
 
-Only the standard library, so that the client takes as little as can be from a server on the same cores.
+The client takes as little as it can from a server on the same cores: with a thread for each answer it takes half as
+much again, and its wakeups slow the server down.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
-import json
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import h11
+from pydantic_core import from_json, to_json
+
+from launch.benchmarks.http_stream import RefusedError, post_stream
 from launch.benchmarks.measurement import Job, RequestRecord
 from launch.flags import StartError
 
 _TIMEOUT_S = 900.0
-_MOST_THREADS = 512
+_MOST_AT_ONCE = 512
 _COMPILATIONS, _PREEMPTIONS = "plora:compilations_total", "vllm:num_preemptions"
 
 
@@ -42,19 +46,11 @@ class HttpTarget:
         Raises:
             StartError: the server cannot be reached, refuses a job, or does not count its tokens.
         """
-        started_s = time.perf_counter()
-        with ThreadPoolExecutor(min(concurrency or len(jobs), _MOST_THREADS)) as threads:
-            running = []
-            for job in jobs:
-                wait_s = started_s + job.at_s - time.perf_counter()
-                if job.at_s and wait_s > 0:
-                    time.sleep(wait_s)
-                running.append(threads.submit(self._run_one, job, started_s))
-            return [answer.result() for answer in running]
+        return asyncio.run(self._run_all(jobs, min(concurrency or len(jobs), _MOST_AT_ONCE)))
 
     def max_model_len(self, model: str | None) -> int | None:
         """Longest sequence of a model that the server lists, None where it does not say."""
-        with self._ask("GET", "/v1/models") as response:
+        with self._get("/v1/models") as response:
             cards = _object(response.read()).get("data") or ()
         lengths = {card.get("id"): card.get("max_model_len") for card in cards}
         return lengths.get(model) or max((length for length in lengths.values() if length), default=None)
@@ -62,14 +58,14 @@ class HttpTarget:
     def healthy(self) -> bool:
         """Whether the server says that it can answer."""
         try:
-            with self._ask("GET", "/health"):
+            with self._get("/health"):
                 return True
         except StartError:
             return False
 
     def first_model(self) -> str:
         """The first model that the server lists."""
-        with self._ask("GET", "/v1/models") as response:
+        with self._get("/v1/models") as response:
             cards = _object(response.read()).get("data")
         if not cards:
             raise StartError(f"{self.url} lists no model: name one by --served_model")
@@ -83,7 +79,19 @@ class HttpTarget:
         """What the server's metrics say, where they name vLLM's preemptions."""
         return self._metric(_PREEMPTIONS)
 
-    def _run_one(self, job: Job, started_s: float) -> RequestRecord:
+    async def _run_all(self, jobs: Sequence[Job], concurrency: int) -> list[RequestRecord]:
+        turn, started_s = asyncio.Semaphore(concurrency), time.perf_counter()
+
+        async def answer(job: Job) -> RequestRecord:
+            if job.at_s:
+                await asyncio.sleep(started_s + job.at_s - time.perf_counter())
+            async with turn:
+                # A request that has a time counts from it, also where it had to wait for its turn.
+                return await self._run_one(job, sent_s=started_s + job.at_s if job.at_s else time.perf_counter())
+
+        return await asyncio.gather(*map(answer, jobs))
+
+    async def _run_one(self, job: Job, *, sent_s: float) -> RequestRecord:
         body = {
             "model": job.model,
             "prompt": list(job.prompt_ids),
@@ -95,19 +103,26 @@ class HttpTarget:
         }
         piece_s: list[float] = []
         usage: Mapping[str, int] | None = None
-        # A request that has a time counts from it, also where no thread was free to send it.
-        sent_s = started_s + job.at_s if job.at_s else time.perf_counter()
-        with self._ask("POST", "/v1/completions", body=json.dumps(body)) as response:
-            for event in _events(response):
-                now_s = time.perf_counter()
-                usage = event.get("usage") or usage
-                if "error" in event:
-                    raise StartError(
-                        f"{self.url} ended an answer of {job.model!r} with {_shorten(str(event['error']))}"
-                    )
-                # The event that says why an answer ends may hold no text, and then no token either.
-                if any(choice.get("text") or not piece_s for choice in event.get("choices") or ()):
-                    piece_s.append(now_s)
+
+        def take(data: bytes) -> None:
+            nonlocal usage
+            now_s, event = time.perf_counter(), _object(data)
+            usage = event.get("usage") or usage
+            if "error" in event:
+                raise StartError(f"{self.url} ended an answer of {job.model!r} with {_shorten(str(event['error']))}")
+            # The event that says why an answer ends may hold no text, and then no token either.
+            if any(choice.get("text") or not piece_s for choice in event.get("choices") or ()):
+                piece_s.append(now_s)
+
+        path = "/v1/completions"
+        try:
+            await post_stream(
+                self.url + path, to_json(body), headers=self._headers, on_event=take, timeout_s=_TIMEOUT_S
+            )
+        except RefusedError as error:
+            raise self._refused(path, error.status, error.said) from error
+        except (OSError, h11.ProtocolError) as error:
+            raise self._unreached(path, error) from error
         if usage is None or not piece_s:
             raise StartError(
                 f"{self.url} sent no usage with its answer: the server must support stream_options.include_usage"
@@ -117,7 +132,7 @@ class HttpTarget:
     def _metric(self, name: str) -> int | None:
         """Sum of a counter over its labels, None where there is none."""
         try:
-            with self._ask("GET", "/metrics") as response:
+            with self._get("/metrics") as response:
                 lines = response.read().decode("utf-8", "replace").splitlines()
         except StartError:
             return None
@@ -125,37 +140,31 @@ class HttpTarget:
         return int(sum(float(line.rsplit(" ", 1)[1]) for line in found)) if found else None
 
     @contextlib.contextmanager
-    def _ask(self, method: str, path: str, *, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
+    def _get(self, path: str) -> Iterator[http.client.HTTPResponse]:
         parts = urllib.parse.urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.netloc, timeout=_TIMEOUT_S)
         try:
-            connection.request(method, parts.path + path, body, self._headers)
+            connection.request("GET", parts.path + path, headers=self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                said = _shorten(response.read().decode("utf-8", "replace"))
-                raise StartError(f"{self.url}{path} answered {response.status}: {said}")
+                raise self._refused(path, response.status, response.read())
             yield response
         except (OSError, http.client.HTTPException) as error:
-            raise StartError(f"{self.url}{path} cannot be reached: {error or type(error).__name__}") from error
+            raise self._unreached(path, error) from error
         finally:
             connection.close()
 
+    def _refused(self, path: str, status: int, said: bytes) -> StartError:
+        return StartError(f"{self.url}{path} answered {status}: {_shorten(said.decode('utf-8', 'replace'))}")
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Objects of a stream of server-sent events, up to [DONE]."""
-    for line in response:
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            return
-        yield _object(data)
+    def _unreached(self, path: str, error: Exception) -> StartError:
+        return StartError(f"{self.url}{path} cannot be reached: {error or type(error).__name__}")
 
 
 def _object(data: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(data)
+        value = from_json(data)
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -14,7 +14,8 @@
       a model and adapters of your own
 
   python -m launch.bench throughput --case=peers-base --url=http://127.0.0.1:8000 --output_json=base.json
-      a server that runs already, ours or another's; --served_model=a,b,c names its adapters
+      a server that runs already, ours or another's; --served_model=a,b,c names its adapters. To tell what HTTP costs,
+      serve with --noenable_lora: without adapters this case has LoRA off in this process (on with --enable_lora)
 
   python -m launch.bench throughput --case=peers-32 --profile_dir=/tmp/trace
       also a trace of the first steps of one more run

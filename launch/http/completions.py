@@ -66,6 +66,7 @@ class _Writer:
         self._tokenizer, self._decode_all = state.tokenizer, state.decode_all
         self._body, self._flight, self._n = body, flight, body.n or 1
         self._envelope = Envelope("cmpl", kind="text_completion", model=body.model or state.model_names[0])
+        self._prompt_only, self._echoed = body.prompt_only, set[int]()
         self._offsets: dict[int, int] = {}
 
     def whole(self, completions: list[Completion]) -> dict[str, Any]:
@@ -82,27 +83,28 @@ class _Writer:
             yield self._envelope.wrap([], usage=self._usage())
 
     def _usage(self) -> dict[str, int]:
-        if self._body.prompt_only:
+        if self._prompt_only:
             self._flight.usage.completion_tokens = 0
         return self._flight.usage.as_json()
 
     def _choice(self, index: int, piece: Completion | Delta) -> dict[str, Any]:
         """A choice of what a completion holds or gained; the first one of an echo starts with the prompt."""
-        first = index not in self._offsets
-        self._offsets.setdefault(index, 0)
-        text, ids, entries = piece.text, piece.token_ids, piece.logprobs
-        if self._body.prompt_only:
-            text, ids, entries = "", (), () if entries is not None else None
-        scored: list[tuple[Sequence[TokenLogprobs | None], Sequence[int]]] = []
-        if first and self._body.echo:
-            prompt_ids = self._flight.prompts[index // self._n]
-            text = self._prompt_text(index // self._n) + text
-            scored.append((piece.prompt_logprobs or [None] * len(prompt_ids), prompt_ids))
-        scored.append((entries or (), ids if entries else ()))
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        prompt = index // self._n
+        echoed = self._body.echo and index not in self._echoed
+        text = "" if self._prompt_only else piece.text
+        if echoed:
+            self._echoed.add(index)
+            text = self._prompt_text(prompt) + text
+        logprobs = None
         if self._body.logprobs is not None and piece.logprobs is not None:
-            choice["logprobs"] = self._logprobs(index, scored)
-        choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+            logprobs = self._logprobs(index, piece, prompt_ids=self._flight.prompts[prompt] if echoed else ())
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
         if not self._body.stream:
             asked = self._body.prompt_logprobs is not None and piece.prompt_logprobs is not None
             entries = piece.prompt_logprobs if asked else None
@@ -110,14 +112,16 @@ class _Writer:
             choice["prompt_logprobs"] = named
         return choice
 
-    def _logprobs(
-        self, index: int, scored: list[tuple[Sequence[TokenLogprobs | None], Sequence[int]]]
-    ) -> dict[str, Any]:
+    def _logprobs(self, index: int, piece: Completion | Delta, *, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        entries: list[TokenLogprobs | None] = []
+        if prompt_ids:
+            entries += piece.prompt_logprobs or [None] * len(prompt_ids)
+        ids = list(prompt_ids)
+        if piece.logprobs and not self._prompt_only:
+            entries += piece.logprobs
+            ids += piece.token_ids
         shape, self._offsets[index] = completion_logprobs(
-            [entry for entries, _ in scored for entry in entries],
-            [token_id for _, ids in scored for token_id in ids],
-            token_text=self._tokenizer.token_text,
-            offset=self._offsets[index],
+            entries, ids, token_text=self._tokenizer.token_text, offset=self._offsets.get(index, 0)
         )
         return shape
 

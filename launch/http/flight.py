@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
@@ -94,17 +94,17 @@ class Flight:
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Pieces of all completions as they come. Raises ApiError where one fails."""
         if len(self._generations) == 1:
-            async for delta in self._watched(0):
-                yield self._piece(0, delta)
+            async for delta in self._generations[0]:
+                yield self._passing(0, delta)
             return
-        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._feed(i, queue)) for i in range(len(self._generations))]
         try:
             for _ in tasks:
                 while (item := await queue.get()) is not None:
                     if isinstance(item, BaseException):
                         raise item
-                    yield item
+                    yield self._passing(*item)
         finally:
             for task in tasks:
                 task.cancel()
@@ -121,25 +121,21 @@ class Flight:
             for completion in assemble(deltas, generation.n)
         ]
 
-    def _piece(self, prompt: int, delta: Delta) -> Piece:
-        return Piece(prompt, prompt * self._generations[prompt].n + delta.index, delta)
-
-    async def _feed(self, prompt: int, queue: asyncio.Queue[Piece | BaseException | None]) -> None:
+    async def _feed(self, prompt: int, queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]) -> None:
         try:
-            async for delta in self._watched(prompt):
-                queue.put_nowait(self._piece(prompt, delta))
+            async for delta in self._generations[prompt]:
+                queue.put_nowait((prompt, delta))
         except Exception as error:
             queue.put_nowait(error)
         queue.put_nowait(None)
 
-    async def _watched(self, prompt: int) -> AsyncIterator[Delta]:
-        """Pieces of one generation, counted on their way."""
-        async for delta in self._generations[prompt]:
-            self.usage.completion_tokens += len(delta.token_ids)
-            if delta.finish_reason == "error":
-                status = 500 if self._state.engine.healthy else 503
-                raise ApiError(status, delta.error or "The generation failed.")
-            yield delta
+    def _passing(self, prompt: int, delta: Delta) -> Piece:
+        """A delta as a piece, its tokens counted. Raises ApiError where the completion failed."""
+        self.usage.completion_tokens += len(delta.token_ids)
+        if delta.finish_reason == "error":
+            status = 500 if self._state.engine.healthy else 503
+            raise ApiError(status, delta.error or "The generation failed.")
+        return Piece(prompt, prompt * self._generations[prompt].n + delta.index, delta)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | None:

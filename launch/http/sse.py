@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from launch.http.errors import as_api_error
 
@@ -56,21 +56,17 @@ class EventStream(Response):
         async with contextlib.aclosing(self._events) as events:
             try:
                 async for event in events:
-                    await _send_line(send, _dumps(event))
+                    await send(_message(to_json(event)))
             except OSError:
                 raise
             except Exception as error:
-                await _send_line(send, _dumps(as_api_error(error).body()))
-        await _send_line(send, "[DONE]")
+                await send(_message(to_json(as_api_error(error).body())))
+        await send(_message(b"[DONE]"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_line(send: Send, data: str) -> None:
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
-
-
-def _dumps(event: dict[str, Any]) -> str:
-    return json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+def _message(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": True}
 
 
 async def _disconnected(receive: Receive) -> None:
