@@ -23,7 +23,7 @@ from strategies.traffic import any_scope, group_scope
 
 def add(
     sums: Mapping[str, jax.Array],
-    x_TI: jax.Array,
+    x_NI: jax.Array,
     memory: Memory,
     layer: jax.Array,
     lanes: Mapping[str, LoraLane],
@@ -33,6 +33,7 @@ def add(
     phase: str,
     setting: LoraSetting,
     first: int = 0,
+    tokens: int | None = None,
 ) -> Sums:
     """Adds what the adapters of all lanes give to the projections of a group.
 
@@ -40,7 +41,7 @@ def add(
 
     Args:
         sums: [N, O] float32 by projection.
-        x_TI: [T, I], the input that the projections share.
+        x_NI: [N, I], the input that the projections share.
         memory: page arrays of this shard.
         layer: [] int32.
         lanes: by strategy, on the device.
@@ -48,13 +49,15 @@ def add(
         serves: by strategy, as `serving` found them; once for all layers.
         phase: the first part of the lanes' names in the trace.
         setting: what is fixed.
-        first: row of `sums` that belongs to the first token; N is at least `first` + T.
+        first: row of the first token of the lanes; N is at least `first` + T.
+        tokens: T, tokens of the lanes; None for all from `first` on.
 
     Returns:
         [N, O] float32 by projection.
     """
+    end = len(x_NI) if tokens is None else first + tokens
 
-    def served(sums: Sums, name: str) -> Sums:
+    def served(sums: Sums, name: str, x_TI: jax.Array) -> Sums:
         return LORA[name].add(
             sums,
             x_TI,
@@ -68,9 +71,11 @@ def add(
         )
 
     def all_lanes(sums: Sums) -> Sums:
+        # Cut out here, since a step of the base model alone needs no copy of the rows.
+        x_TI = x_NI[first:end]
         for name in lanes:
             with jax.named_scope(f"{phase}.{name}"), jax.named_scope(group_scope(phase, name, setting.group)):
-                sums = lax.cond(serves[name], lambda sums, name=name: served(sums, name), _untouched, sums)
+                sums = lax.cond(serves[name], lambda sums, name=name: served(sums, name, x_TI), _untouched, sums)
         return sums
 
     group = {name: sums[name] for name in setting.group}

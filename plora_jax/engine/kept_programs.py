@@ -40,6 +40,9 @@ STEPS_FOLDER = "steps"
 
 _FOLDERS = ("memory_pool", "strategies", "plora_jax")
 _ENVIRONMENT = ("PLORA_", "JAX_", "XLA_", "LIBTPU_")
+_OF_CACHES = ("jax_compilation_cache_dir", "jax_persistent_cache", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE")
+"""Where JAX's own cache is and what it takes changes no program: a folder may be moved."""
+
 _NAMES_COUNT = "jax_compilation_cache_include_metadata_in_key"
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
@@ -102,7 +105,7 @@ class KeptPrograms:
             )
         # Backends refuse by many kinds of errors, some of their own; whatever it is, the program can be made anew.
         except Exception as error:
-            logger.info("a kept program is made anew: %s: %s", type(error).__name__, error)
+            logger.warning("a kept program is made anew: %s: %s", type(error).__name__, error)
             return None
 
     def compile(self, lowered: jax.stages.Lowered, *parts: Any) -> jax.stages.Compiled:
@@ -182,11 +185,14 @@ def _hash(*parts: Any) -> str:
 def _surroundings() -> str:
     """What every program of this process is made from, besides its own parts."""
     device = jax.local_devices()[0]
-    environment = sorted(pair for pair in os.environ.items() if pair[0].startswith(_ENVIRONMENT))
+    environment = sorted(
+        pair for pair in os.environ.items() if pair[0].startswith(_ENVIRONMENT) and not pair[0].startswith(_OF_CACHES)
+    )
     backend = device.platform, device.device_kind, device.client.platform_version, jax.device_count()
     machine = platform.machine(), cpu_flags(), os.cpu_count()
     # As it is in this thread: a context manager may have changed it here alone.
-    config = [(name, getattr(jax.config, name, value)) for name, value in sorted(jax.config.values.items())]
+    settings = sorted(pair for pair in jax.config.values.items() if not pair[0].startswith(_OF_CACHES))
+    config = [(name, getattr(jax.config, name, value)) for name, value in settings]
     return repr((_versions(), config, environment, backend, machine))
 
 

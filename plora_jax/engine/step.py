@@ -239,11 +239,11 @@ class PagedContext:
         group = tuple(name for name in sums if name in self._setting.layout.names)
         if not group or not self._setting.max_rank:
             return sums
-        memory, first = Memory(self._pool, self._adapters, None), 0
-        for phase, tokens, kernels in self._phases(x):
+        memory = Memory(self._pool, self._adapters, None)
+        for phase, rows, kernels in self._phases(len(x)):
             added = apply.add(
                 sums,
-                tokens,
+                x,
                 memory,
                 layer.index,
                 self._inputs.lora[phase],
@@ -251,9 +251,10 @@ class PagedContext:
                 serves=self._serving[phase, group],
                 phase=phase,
                 setting=self._setting.lora(kernels, group),
-                first=first,
+                first=rows.start,
+                tokens=rows.stop - rows.start,
             )
-            sums, first = {**sums, **added}, first + len(tokens)
+            sums = {**sums, **added}
         return sums
 
     def attend(
@@ -265,8 +266,8 @@ class PagedContext:
         maths = HeadMaths(c.query_scale, c.attention_soft_cap, layer.window)
         memory = Memory(self._pool, self._adapters, cache)
         parts = []
-        for phase, tokens, kernels in self._phases(q):
-            lanes = self._inputs.kv[phase]
+        for phase, rows, kernels in self._phases(len(q)):
+            tokens, lanes = q[rows], self._inputs.kv[phase]
             with jax.named_scope(scopes.attention_of(phase)):
                 out = apply.attend(
                     tokens.reshape(*lanes.device.positions.shape, c.num_heads, c.head_dim),
@@ -281,11 +282,11 @@ class PagedContext:
                 parts.append(out.reshape(tokens.shape))
         return cache, jnp.concatenate(parts)
 
-    def _phases(self, x: jax.Array) -> list[tuple[str, jax.Array, KernelSet]]:
-        """The decode rows and the prefill tokens of a packed array; a phase without room is left out."""
-        kernels = self._setting.kernels
-        phases = [("decode", x[: self._rows], kernels.decode), ("prefill", x[self._rows :], kernels.prefill)]
-        return [phase for phase in phases if phase[1].shape[0]]
+    def _phases(self, count: int) -> list[tuple[str, slice, KernelSet]]:
+        """Where the decode rows and the prefill tokens are in packed arrays; a phase without room is left out."""
+        kernels, rows = self._setting.kernels, self._rows
+        phases = [("decode", slice(0, rows), kernels.decode), ("prefill", slice(rows, count), kernels.prefill)]
+        return [phase for phase in phases if phase[1].start < phase[1].stop]
 
 
 def make_step(

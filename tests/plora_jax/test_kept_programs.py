@@ -64,6 +64,18 @@ def test_program_is_not_found_in_another_environment_or_configuration(tmp_path, 
         assert make(tmp_path).find("a") is None
 
 
+def test_program_is_found_in_a_folder_that_was_moved(tmp_path, lowered, monkeypatch):
+    make(tmp_path / "a").compile(lowered[1], "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "b"))
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "b"))
+        assert make(tmp_path / "b").find("a") is not None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_other_sources_that_lower_to_the_same_text_share_the_program(tmp_path, lowered, monkeypatch):
     make(tmp_path).compile(lowered[1], "a")
     before = make(tmp_path).find("a")
