@@ -91,6 +91,7 @@ def running_engine(case: ThroughputCase, engine: EngineConfig, log: StageLog) ->
         adapters = CaseAdapters(case, model)
         config = adapters.fit(engine)
         deployment = build_engine(config, progress=log)
+        deployment.wait_until_settled()
         log.end()
         adapters.put_into(deployment.engine, log)
     except (ValueError, OSError) as error:

@@ -129,6 +129,7 @@ def run_first_use(case: FirstUseCase, engine: EngineConfig, *, command: str, log
                 engine, enable_lora=True, max_lora_rank=max(engine.max_lora_rank, case.adapter_rank)
             )
             deployment = build_engine(config, progress=log)
+            deployment.wait_until_settled()
             log.stage("written")
             paths = []
             for index in range(case.adapters + 1):

@@ -138,6 +138,7 @@ def run_memory(case: MemoryCase, engine: EngineConfig, *, command: str, log: Sta
         targets = targets_of(most, model)
         config = dataclasses.replace(engine, enable_lora=True, max_lora_rank=max([engine.max_lora_rank, *most.ranks]))
         deployment = build_engine(config, progress=log)
+        deployment.wait_until_settled()
     except (ValueError, OSError) as error:
         raise StartError(str(error)) from error
     finally:

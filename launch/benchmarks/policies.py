@@ -259,6 +259,7 @@ def _running(case: PoliciesCase, engine: EngineConfig, log: StageLog) -> Iterato
                 model = load_config(engine.model)
                 deployment = build_engine(case.fit(engine, model, memory_bytes=memory_bytes()), progress=log)
                 log.end()
+                deployment.wait_until_settled()
                 identities = _load_adapters(case, deployment, log)
             except (ValueError, OSError) as error:
                 raise StartError(str(error)) from error
