@@ -38,6 +38,15 @@ def _free_memory() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _names_in_keys() -> Iterator[None]:
+    """Launches that profile have JAX's cache tell programs with other names apart, for the whole process."""
+    setting = "jax_compilation_cache_include_metadata_in_key"
+    before = jax.config.values[setting]
+    yield
+    jax.config.update(setting, before)
+
+
 @pytest.fixture(scope="session")
 def pack() -> Path:
     """The conformance pack: tiny random models and adapters with golden logits and tokens."""
