@@ -7,6 +7,7 @@ either asks for pages on one device, or takes them wherever most room is. Plain 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
 
 from memory_pool.pages import PageAllocator
@@ -90,7 +91,8 @@ class PoolPages:
         """
         with self._lock:
             homes = self._spread(n) if device is None else [device] * n
-            return [home * self._per_device + self._devices[home].alloc(1)[0] for home in homes]
+            taken = {home: iter(self._devices[home].alloc(count)) for home, count in Counter(homes).items()}
+            return [home * self._per_device + next(taken[home]) for home in homes]
 
     def retain(self, pages: Iterable[int]) -> None:
         """Adds a reference to each page; all must be taken."""

@@ -158,13 +158,22 @@ void RunDelta(int threads, const Any& x, const Any& pages, const I32& layer, con
     ExpandTask<T, X> expand{b, users, group, tokens, max_rank, m.get(), y, onto};
     if (whole) {
       Parallel(threads, costs, [&](int begin, int end) {
-        shrink.Find(of_a[begin]);
-        for (int i = begin; i < end; ++i) {
-          const Piece& next = of_a[std::min(i + 1, end - 1)];
-          expand.Find(of_b[i]);
-          shrink.Find(next);
-          shrink(of_a[i], expand.First(of_b[i]));
-          expand(of_b[i], shrink.First(next));
+        // All of an adapter's A before its B: projections of a group lie one after another.
+        auto end_of = [&](int i) {
+          int stop = i;
+          while (stop < end && of_a[stop].adapter == of_a[i].adapter) ++stop;
+          return stop;
+        };
+        auto find = [](const auto& task, const std::vector<Piece>& pieces, int i, int stop) __attribute__((always_inline)) {
+          for (; i < stop; ++i) task.Find(pieces[i]);
+        };
+        for (int i = begin, stop = end_of(i); i < end;) {
+          const int next = stop < end ? stop : i, then = stop < end ? end_of(stop) : stop;
+          find(expand, of_b, i, stop);
+          if (next == stop) find(shrink, of_a, stop, then);
+          for (int p = i; p < stop; ++p) shrink(of_a[p], p + 1 < stop ? shrink.First(of_a[p + 1]) : expand.First(of_b[i]));
+          for (int p = i; p < stop; ++p) expand(of_b[p], p + 1 < stop ? expand.First(of_b[p + 1]) : shrink.First(of_a[next]));
+          i = stop, stop = then;
         }
       });
     } else {

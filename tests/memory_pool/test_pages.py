@@ -28,6 +28,13 @@ def test_alloc_of_nothing_is_empty() -> None:
     assert pages.alloc(0) == []
 
 
+def test_alloc_gives_neighbours_in_order_whatever_order_they_were_freed_in() -> None:
+    pages = PageAllocator(8)
+    taken = pages.alloc(7)
+    pages.free([taken[i] for i in (2, 0, 3, 1)])
+    assert pages.alloc(4) == taken[:4]
+
+
 def test_alloc_beyond_free_pages_is_an_assertion() -> None:
     with pytest.raises(AssertionError, match="3 pages asked for, 2 free"):
         PageAllocator(3).alloc(3)
