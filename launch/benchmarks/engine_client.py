@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from launch.benchmarks.case import ThroughputCase, split_names
-from launch.benchmarks.measurement import Job, RequestRecord
+from launch.benchmarks.measurement import Job, RequestRecord, answer_all
 from launch.benchmarks.synthetic import ALL_LINEAR, needed_adapter_mb, synthetic_adapter
 from launch.console import StageLog
 from launch.flags import StartError
@@ -42,7 +42,7 @@ class EngineTarget:
             RequestError: a job does not fit the model.
             GenerationFailedError: the engine could not answer one.
         """
-        return asyncio.run(self._run_all(jobs, concurrency or len(jobs)))
+        return asyncio.run(answer_all(jobs, concurrency=concurrency or len(jobs), answer=self._run_one))
 
     def compilations(self) -> int:
         return counter.count
@@ -50,21 +50,10 @@ class EngineTarget:
     def preemptions(self) -> int:
         return self._engine.stats().preemptions
 
-    async def _run_all(self, jobs: Sequence[Job], concurrency: int) -> list[RequestRecord]:
-        turn, started_s = asyncio.Semaphore(concurrency), time.perf_counter()
-
-        async def answer(job: Job) -> RequestRecord:
-            if job.at_s:
-                await asyncio.sleep(started_s + job.at_s - time.perf_counter())
-            async with turn:
-                return await self._run_one(job)
-
-        return await asyncio.gather(*map(answer, jobs))
-
-    async def _run_one(self, job: Job) -> RequestRecord:
+    async def _run_one(self, job: Job, sent_s: float) -> RequestRecord:
         sampling = SamplingParams(temperature=0.0, max_tokens=job.new_tokens, ignore_eos=True)
         piece_s: list[float] = []
-        sent_s, tokens = time.perf_counter(), 0
+        tokens = 0
         generation = self._engine.submit(job.prompt_ids, sampling, adapter=job.model)
         async for delta in generation:
             if delta.finish_reason in ("error", "abort"):

@@ -18,7 +18,7 @@ import h11
 from pydantic_core import from_json, to_json
 
 from launch.benchmarks.http_stream import RefusedError, post_stream
-from launch.benchmarks.measurement import Job, RequestRecord
+from launch.benchmarks.measurement import Job, RequestRecord, answer_all
 from launch.flags import StartError
 
 _TIMEOUT_S = 900.0
@@ -46,7 +46,8 @@ class HttpTarget:
         Raises:
             StartError: the server cannot be reached, refuses a job, or does not count its tokens.
         """
-        return asyncio.run(self._run_all(jobs, min(concurrency or len(jobs), _MOST_AT_ONCE)))
+        at_once = min(concurrency or len(jobs), _MOST_AT_ONCE)
+        return asyncio.run(answer_all(jobs, concurrency=at_once, answer=self._run_one))
 
     def max_model_len(self, model: str | None) -> int | None:
         """Longest sequence of a model that the server lists, None where it does not say."""
@@ -79,19 +80,7 @@ class HttpTarget:
         """What the server's metrics say, where they name vLLM's preemptions."""
         return self._metric(_PREEMPTIONS)
 
-    async def _run_all(self, jobs: Sequence[Job], concurrency: int) -> list[RequestRecord]:
-        turn, started_s = asyncio.Semaphore(concurrency), time.perf_counter()
-
-        async def answer(job: Job) -> RequestRecord:
-            if job.at_s:
-                await asyncio.sleep(started_s + job.at_s - time.perf_counter())
-            async with turn:
-                # A request that has a time counts from it, also where it had to wait for its turn.
-                return await self._run_one(job, sent_s=started_s + job.at_s if job.at_s else time.perf_counter())
-
-        return await asyncio.gather(*map(answer, jobs))
-
-    async def _run_one(self, job: Job, *, sent_s: float) -> RequestRecord:
+    async def _run_one(self, job: Job, sent_s: float) -> RequestRecord:
         body = {
             "model": job.model,
             "prompt": list(job.prompt_ids),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -62,6 +64,28 @@ class Target(Protocol):
     def preemptions(self) -> int | None:
         """Sequences that had to give their KV pages back so far, None where that is not known."""
         ...
+
+
+async def answer_all(
+    jobs: Sequence[Job], *, concurrency: int, answer: Callable[[Job, float], Awaitable[RequestRecord]]
+) -> list[RequestRecord]:
+    """Sends jobs, each when its time and its turn have come, from one event loop.
+
+    Args:
+        jobs: as `Target.run` is given them.
+        concurrency: requests in flight at most.
+        answer: sends a job; its second argument is when what it takes counts from, seconds of `time.perf_counter`.
+    """
+    turn, started_s = asyncio.Semaphore(concurrency), time.perf_counter()
+
+    async def in_turn(job: Job) -> RequestRecord:
+        if job.at_s:
+            await asyncio.sleep(started_s + job.at_s - time.perf_counter())
+        async with turn:
+            # A request that has a time counts from it, also where it had to wait for its turn.
+            return await answer(job, started_s + job.at_s if job.at_s else time.perf_counter())
+
+    return await asyncio.gather(*map(in_turn, jobs))
 
 
 class Percentiles(NamedTuple):
