@@ -36,6 +36,7 @@ from strategies.low_rank import CHUNK_ROWS
 
 Bytes = tuple[Crossing, LinkBytes]
 STRATEGIES = ("resident", "fetch", "near_data", "split")
+"""Names of the LoRA strategies, one lane each; `strategies.strategy_table` says how each serves."""
 
 Groups = tuple[tuple[str, ...], ...]
 """Names of the projections that share an input, group by group."""

@@ -78,6 +78,15 @@ class Lanes(NamedTuple):
     use: Mapping[str, Sequence[AdapterUse]]
 
 
+class _Known(NamedTuple):
+    """Lanes that were made, and all that they were made from: the next step has the same rows more often than not."""
+
+    owners: np.ndarray
+    changes: int | None
+    placed: Mapping[int, PlacedAdapter]
+    lanes: Lanes
+
+
 def join(tokens: LaneTokens, tables: LaneTables) -> LoraLane:
     """A lane from its parts."""
     return LoraLane(*tokens, *tables)
@@ -97,6 +106,7 @@ class LanePacker:
         nothing = self._tables(())
         self.empty = Lanes(dict.fromkeys(strategies, self._nobody), dict.fromkeys(strategies, nothing), (), {})
         self._last = self.empty
+        self._known: _Known | None = None
 
     def lanes(self, owners: np.ndarray, placed: Callable[[int], PlacedAdapter], *, changes: int | None = None) -> Lanes:
         """The lanes of some tokens.
@@ -109,11 +119,22 @@ class LanePacker:
         """
         if not owners.any():
             return self.empty
+        known = self._known
+        if known is not None and known.changes == changes and np.array_equal(known.owners, owners):
+            if all(placed(identity) is adapter for identity, adapter in known.placed.items()):
+                return known.lanes
         identities, counts = np.unique(owners[owners > 0], return_counts=True)
+        found = {identity: placed(identity) for identity in identities.tolist()}
+        lanes = self._lanes(owners, found, counts.tolist(), changes)
+        self._known = _Known(owners.copy(), changes, found, lanes)
+        return lanes
+
+    def _lanes(
+        self, owners: np.ndarray, placed: Mapping[int, PlacedAdapter], counts: Sequence[int], changes: int | None
+    ) -> Lanes:
         members: dict[str, list[AdapterUse]] = collections.defaultdict(list)
         tokens = dict(self.empty.tokens)
-        for identity, count in zip(identities.tolist(), counts.tolist(), strict=True):
-            adapter = placed(identity)
+        for (identity, adapter), count in zip(placed.items(), counts, strict=True):
             if changes is not None and not adapter.ranks[:, changes].any():
                 continue
             uses = members[adapter.strategy]

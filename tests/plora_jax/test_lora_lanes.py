@@ -39,6 +39,7 @@ def test_tables_are_the_same_object_and_key_while_the_adapters_are():
     again = packer.lanes(np.array([7, 9, 9, 8, 0, 0]), PLACED.__getitem__)
     assert again.key == first.key
     assert again.tables["resident"] is first.tables["resident"]
+    assert packer.lanes(np.array([7, 9, 9, 8, 0, 0]), PLACED.__getitem__) is again
     moved = {**PLACED, 9: adapter("resident", page=8)}
     other = packer.lanes(np.array([7, 9, 9, 8, 0, 0]), moved.__getitem__)
     assert other.key != first.key
