@@ -14,6 +14,14 @@ def test_alloc_spread_takes_from_the_device_with_most_room():
     assert taken[:2] == [1, 2]
 
 
+def test_pages_of_one_device_come_in_order_whatever_order_they_were_freed_in():
+    pages = PoolPages(2, 9)
+    taken = pages.alloc(6, device=1)
+    pages.free(taken[::2])
+    pages.free(taken[1::2])
+    assert pages.alloc(6, device=1) == taken == list(range(10, 16))
+
+
 def test_alloc_on_one_device_gives_pages_of_its_range_but_its_first():
     pages = PoolPages(2, 4)
     assert sorted(pages.alloc(3, device=1)) == [5, 6, 7]
