@@ -86,6 +86,11 @@ class _Known(NamedTuple):
     placed: Mapping[int, PlacedAdapter]
     lanes: Lanes
 
+    def hold(self, owners: np.ndarray, placed: Callable[[int], PlacedAdapter], changes: int | None) -> bool:
+        """Whether the same would be made now."""
+        same = changes == self.changes and np.array_equal(owners, self.owners)
+        return same and all(placed(identity) is adapter for identity, adapter in self.placed.items())
+
 
 def join(tokens: LaneTokens, tables: LaneTables) -> LoraLane:
     """A lane from its parts."""
@@ -119,10 +124,8 @@ class LanePacker:
         """
         if not owners.any():
             return self.empty
-        known = self._known
-        if known is not None and known.changes == changes and np.array_equal(known.owners, owners):
-            if all(placed(identity) is adapter for identity, adapter in known.placed.items()):
-                return known.lanes
+        if self._known is not None and self._known.hold(owners, placed, changes):
+            return self._known.lanes
         identities, counts = np.unique(owners[owners > 0], return_counts=True)
         found = {identity: placed(identity) for identity in identities.tolist()}
         lanes = self._lanes(owners, found, counts.tolist(), changes)
