@@ -62,7 +62,7 @@ struct Side {
 };
 
 // Pages lie anywhere, and the processor's prefetchers stop at the end of each, so rows are brought into the second-level
-// cache so many bytes before their use. Half of that costs 4 % more time, none of it 35 %.
+// cache so many bytes before their use. Without, 32 adapters take 35 % longer; from 1.5 to 9 KB it makes little difference.
 constexpr int64_t kAheadBytes = 8192;
 
 template <typename T>
