@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from launch import flags
-from launch.benchmarks import first_use, latency, memory, policies, quality, startup, strategies, throughput
+from launch.benchmarks import first_use, latency, memory, planning, policies, quality, startup, strategies, throughput
 from launch.benchmarks.peers import command as peers
 
 
@@ -87,6 +87,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         policies.__doc__,
         policies.define_flags,
         policies.main,
+    ),
+    "planning": Benchmark(
+        "how long plans over many adapters take: a full search, and one from where the last plan stood",
+        planning.__doc__,
+        planning.define_flags,
+        planning.main,
     ),
 }
 

@@ -120,17 +120,20 @@ class Folded:
         n, (s, f, r) = len(self.live), problem.load_s.shape[1:]
         self.num_columns, self.rows = s, np.arange(n)
         everyone = n == len(dormant)
-        pick = slice(None) if everyone else self.live
-        load = problem.load_s[pick].reshape(n, s, f * r)
-        self.allowed, self.bytes = problem.allowed[pick], problem.device_bytes[pick]
-        self.active = problem.active[pick]
+
+        def of_live(values: np.ndarray) -> np.ndarray:
+            return values if everyone else values.take(self.live, axis=0)
+
+        load = of_live(problem.load_s).reshape(n, s, f * r)
+        self.allowed, self.bytes = of_live(problem.allowed), of_live(problem.device_bytes)
+        self.active, home = of_live(problem.active), of_live(problem.home)
         d = problem.num_pool_devices
-        self.home = np.where(problem.home[pick] == STRIPED, d, problem.home[pick])
+        self.home = np.where(home == STRIPED, d, home)
         self.for_free = (self.allowed & (self.bytes <= 0)).all(axis=0)
         self._budgets()
         self.fixed_serial = problem.fixed_serial_s.sum(axis=1)
         self.serial_s = float(problem.base_serial_s.sum())
-        self.own = self._own(problem.serial_s[pick], problem.move_s[pick], problem.current[pick])
+        self.own = self._own(of_live(problem.serial_s), of_live(problem.move_s), of_live(problem.current))
         self._places(load, _layout(f, d, problem.groups, pool_shared=problem.pool_shared))
         self.has_fixed = bool(self.fixed.any() or self.fixed_serial.any())
 

@@ -35,6 +35,9 @@ _GAP = 1e-3
 _SAMPLE_GAP = 4e-3
 """The same where prices are found from some adapters: more would be lost on the choice of these."""
 
+_GUIDE_GAP = 1e-2
+"""The same where prices only say which part of the plans to look into first."""
+
 _WORTH = 1e-2
 """Of the objective: a part of the plans that can hold no more than this is not looked into."""
 
@@ -191,7 +194,7 @@ def _searched(folded: Folded, until: float) -> _Outcome:
     among, sample = nodes(folded), _sample(folded)
     gap = _GAP if len(sample.rows) == len(folded.rows) else _SAMPLE_GAP
     first = Node(simple.attention, np.ones(folded.num_columns, bool), charged=False)
-    relaxed = relax(folded, first, sample, leading, scale_s=scale_s, gap=gap)
+    relaxed = relax(folded, first, sample, leading, scale_s=scale_s, gap=_GUIDE_GAP if folded.has_fixed else gap)
     total = _total(folded, relaxed.prices)
     bounds = lower_bounds(folded, relaxed.prices, total, among)
     open_, lost, best = np.ones(len(among), bool), None, None
@@ -199,6 +202,7 @@ def _searched(folded: Folded, until: float) -> _Outcome:
         at = int(np.where(open_, bounds, np.inf).argmin())
         if best is not None and bounds[at] + 0.5 * (lost or 0.0) > (1 - _WORTH) * best.value_s:
             break
+        open_[at] = False
         if turn or folded.has_fixed or not _alike(first, among[at]):
             relaxed = relax(folded, among[at], sample, leading, scale_s=scale_s, gap=gap)
             total = _total(folded, relaxed.prices)
@@ -206,7 +210,6 @@ def _searched(folded: Folded, until: float) -> _Outcome:
         decision = rounded(folded, among[at], relaxed, total, bound_s=float(bounds[at]))
         decisions.append(decision)
         found = _Found(decision, decision.value(), among[at], relaxed, total, leading)
-        open_[at] = False
         missed = max(0.0, found.value_s - float(bounds[at]))
         lost = missed if lost is None else min(lost, missed)
         leading = np.union1d(leading, _longest(decision))
@@ -296,9 +299,10 @@ def _polish(decision: Decision, near: _Found, until: float) -> None:
         if time.perf_counter() > until:
             break
     best_fraction(decision)
-    for sharpness in _WANDERED:
-        if time.perf_counter() < until:
-            wander(decision, rows, sharpness=sharpness, steps=_STEPS)
+    if len(rows) == len(decision.folded.rows):  # walks among some of many adapters find next to nothing
+        for sharpness in _WANDERED:
+            if time.perf_counter() < until:
+                wander(decision, rows, sharpness=sharpness, steps=_STEPS)
     if decision.value() > before.value():
         decision.take(before)
 

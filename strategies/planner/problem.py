@@ -222,14 +222,16 @@ def resource_loads(
         serial: [F].
     """
     rows, num_pool = problem.loaded, problem.num_pool_devices
-    chosen = problem.load_s[rows, strategy[rows]]
+    s, (f, r) = len(problem.strategies), problem.load_s.shape[2:]
+    at = rows * s + strategy[rows]
+    chosen = problem.load_s.reshape(-1, f * r).take(at, axis=0)
     loads = problem.base_load_s.copy()
-    serial = problem.base_serial_s + problem.serial_s[rows, strategy[rows]].sum(axis=0)
+    serial = problem.base_serial_s + problem.serial_s.reshape(-1, f).take(at, axis=0).sum(axis=0)
     used = np.flatnonzero(np.bincount(strategy[problem.active], minlength=len(problem.strategies)))
     common = problem.fixed_load_s[used].sum(axis=0)
     serial = serial + problem.fixed_serial_s[used].sum(axis=0)
     homes = (problem.home[rows] == np.arange(STRIPED, num_pool)[:, None]).astype(float)
-    by_home = (homes @ chosen.reshape(len(rows), common.size)).reshape(num_pool + 1, *common.shape)
+    by_home = (homes @ chosen).reshape(num_pool + 1, f, r)
     common += by_home[0]
     loads[:, :, DEVICE_RESOURCES:] += common[:, None, DEVICE_RESOURCES:]
     loads[:, :, DEVICE_RESOURCES:] += np.swapaxes(by_home[1:], 0, 1)[:, :, DEVICE_RESOURCES:]

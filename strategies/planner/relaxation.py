@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from scipy.linalg.lapack import dpotrf, dpotrs  # pyright: ignore[reportAttributeAccessIssue]  # made by f2py
 
 _STEP = 0.99
 """Of the way to the nearest boundary."""
@@ -69,9 +70,11 @@ class Relaxation:
         self.flat_work = work.reshape(-1, work.shape[-1])
         self.mask = allowed.astype(float)
         self.closed = 1.0 - self.mask
+        self.options = float(self.mask.sum())
         self.barred = np.where(allowed, 0.0, np.inf)
         self.cost = np.where(allowed, cost, 0.0)
         self.limit = limit
+        self.each = np.ones(cost.shape[1])
         self.phases = (phase_of[:, None] == np.arange(int(phase_of.max(initial=-1)) + 1)).astype(float)
 
     def work(self, shares: np.ndarray) -> np.ndarray:
@@ -88,9 +91,9 @@ class Relaxation:
         best_bound, aim, step = -np.inf, gap, 0
         while True:
             dual = self.cost + self.priced(point.prices)
-            bound = float((dual + self.barred).min(axis=1).sum() - self.limit @ point.prices)
+            bound = float(np.ascontiguousarray((dual + self.barred).T).min(axis=0).sum() - self.limit @ point.prices)
             best_bound = max(best_bound, bound)
-            value = float((self.cost * point.x).sum() + point.t.sum())
+            value = float(np.vdot(self.cost, point.x) + point.t.sum())
             missing = self.limit - self.work(point.x) + self.phases @ point.t - point.slack
             done = value - best_bound <= gap * abs(value) and np.abs(missing).max(initial=0.0) <= _FEASIBLE
             if done or step == max_steps or not np.isfinite(bound):
@@ -133,10 +136,10 @@ class Relaxation:
         trial = newton.direction(-gaps, -slack_gaps)
         by, dual_by = _reach(point, trial)
         after = float(
-            ((x + by * trial.x) * (z + dual_by * trial.z) * self.mask).sum()
+            np.vdot((x + by * trial.x) * self.mask, z + dual_by * trial.z)
             + (slack + by * trial.slack) @ (prices + dual_by * trial.prices)
         )
-        aim = total / (self.mask.sum() + len(slack)) * min(1.0, after / total) ** 3
+        aim = total / (self.options + len(slack)) * min(1.0, after / total) ** 3
         move = newton.direction(
             (aim - gaps - trial.x * trial.z) * self.mask, aim - slack_gaps - trial.slack * trial.prices
         )
@@ -156,40 +159,54 @@ class _Newton:
     def __init__(self, problem: Relaxation, point: _Point, missing: np.ndarray) -> None:
         self.problem, self.point, self.missing = problem, point, missing
         self.weight = point.x / point.z * problem.mask
-        self.total = self.weight.sum(axis=1, keepdims=True)
+        self.total = self.weight @ problem.each
 
     def prepare(self) -> None:
-        """Inverts the matrix of places.
+        """Factors the matrix of places.
 
         Raises:
             LinAlgError: it is singular.
         """
         normal = self._normal()
-        normal[np.diag_indices_from(normal)] += self.point.slack / self.point.prices
-        self.inverse = np.linalg.inv(normal)
-        self.towards_t = self.inverse @ self.problem.phases
-        self.of_t = np.linalg.inv(self.problem.phases.T @ self.towards_t)
+        normal.reshape(-1)[:: len(normal) + 1] += self.point.slack / self.point.prices
+        phases = self.problem.phases
+        self.factor = _factor(normal)
+        self.towards_t = dpotrs(self.factor, phases)[0]
+        self.of_t = _factor(phases.T @ self.towards_t)
 
     def _normal(self) -> np.ndarray:
         """G (W - W 1 1' W / total) G' for the weights W of the options."""
-        weighted = self.problem.rows_work * self.weight[..., None]
-        mean = weighted.sum(axis=1)
-        mean /= np.sqrt(self.total)
-        return self.problem.flat_work.T @ weighted.reshape(self.problem.flat_work.shape) - mean.T @ mean
+        work, flat = self.problem.rows_work, self.problem.flat_work
+        mean = np.matmul(self.weight[:, None], work)[:, 0]
+        mean /= np.sqrt(self.total)[:, None]
+        return flat.T @ (flat * self.weight.reshape(-1, 1)) - mean.T @ mean
 
     def direction(self, gaps: np.ndarray, slack_gaps: np.ndarray) -> _Point:
         """The move after which products of primal and dual variables have changed by `gaps`, to first order."""
         problem, point = self.problem, self.point
         free = gaps / point.z
-        surplus = free.sum(axis=1, keepdims=True)
-        wanted = problem.work(free - self.weight * (surplus / self.total)) + slack_gaps / point.prices - self.missing
-        base = self.inverse @ wanted
-        t = self.of_t @ (problem.phases.T @ base)
+        surplus = free @ problem.each
+        wanted = problem.work(free - self.weight * (surplus / self.total)[:, None])
+        wanted += slack_gaps / point.prices - self.missing
+        base = dpotrs(self.factor, wanted)[0]
+        t = dpotrs(self.of_t, base @ problem.phases)[0]
         prices = base - self.towards_t @ t
         priced = problem.priced(prices)
-        level = ((self.weight * priced).sum(axis=1, keepdims=True) - surplus) / self.total
-        z = (priced - level) * problem.mask
+        level = ((self.weight * priced) @ problem.each - surplus) / self.total
+        z = (priced - level[:, None]) * problem.mask
         return _Point(free - self.weight * z, (slack_gaps - point.slack * prices) / point.prices, t, z, prices)
+
+
+def _factor(matrix: np.ndarray) -> np.ndarray:
+    """The Cholesky factor of a symmetric matrix.
+
+    Raises:
+        LinAlgError: it has none.
+    """
+    factor, failed = dpotrf(matrix)
+    if failed:
+        raise np.linalg.LinAlgError("not positive definite")
+    return factor
 
 
 def _reach(point: _Point, move: _Point) -> tuple[float, float]:
