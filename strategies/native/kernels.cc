@@ -116,7 +116,7 @@ ffi::Error ExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32 own
                       ffi::RemainingRets rets, Ints group, Ints b_widths) {
   int64_t tokens = m.dimensions()[1], max_rank = m.dimensions()[2];
   Users users(owner.typed_data(), tokens, ranks.dimensions()[0]);
-  auto y = Results(rets, owner, ranks, group, max_rank);
+  auto y = Results<float>(rets, owner, ranks, group, max_rank);
   auto width = [&](int projection) { return b_widths[projection]; };
   auto columns = [&](int, int projection) { return b_widths[projection]; };
   auto pieces = Cut(WholePieces(users, ranks, group, max_rank, columns, width), pool.num_threads(), kColumnGrain);

@@ -40,19 +40,21 @@ Side<T> SideOf(const Any& pages, const I32& layer, const I32& ranks, const I32& 
   return {first, sizes[2], tables.typed_data(), tables.dimensions()[1], ranks.typed_data(), widths};
 }
 
-// The results' arrays, with zeros where no piece will write.
-inline std::vector<float*> Results(ffi::RemainingRets& rets, const I32& owner, const I32& ranks, Ints group, int max_rank) {
+// The results' arrays, of floats or of raw bfloat16, with zeros where no piece will write.
+template <typename Y>
+std::vector<Y*> Results(ffi::RemainingRets& rets, const I32& owner, const I32& ranks, Ints group, int max_rank) {
   int64_t adapters = ranks.dimensions()[0], projections = ranks.dimensions()[1];
-  std::vector<float*> y;
+  std::vector<Y*> y;
   for (size_t at = 0; at < group.size(); ++at) {
-    auto result = rets.get<F32>(at).value();
+    auto result = rets.get<Any>(at).value();
     int64_t tokens = result->dimensions()[0], width = result->dimensions()[1];
+    Y* rows = static_cast<Y*>(result->untyped_data());
     for (int64_t t = 0; t < tokens; ++t) {
       int64_t who = owner.typed_data()[t];
       bool used = who >= 0 && who < adapters && ranks.typed_data()[who * projections + group[at]] > 0 && max_rank > 0;
-      if (!used) std::memset(result->typed_data() + t * width, 0, width * sizeof(float));
+      if (!used) std::memset(rows + t * width, 0, width * sizeof(Y));
     }
-    y.push_back(result->typed_data());
+    y.push_back(rows);
   }
   return y;
 }
@@ -63,7 +65,7 @@ class DeltaResults {
   DeltaResults(ffi::RemainingRets& rets, const I32& owner, const I32& ranks, Ints group, int max_rank)
       : rets_(rets), owner_(owner.typed_data()), adapters_(ranks.dimensions()[0]) {
     if (group.size() == 0 || rets.get<Any>(0).value()->element_type() == ffi::F32) {
-      y_ = Results(rets, owner, ranks, group, max_rank);
+      y_ = Results<float>(rets, owner, ranks, group, max_rank);
       return;
     }
     constexpr int kRoomOfResults = 7;

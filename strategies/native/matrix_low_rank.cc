@@ -161,8 +161,8 @@ Middle<M> RunShrink(const TileCall& call, const Side<uint16_t>& a, const Any& x,
   return middle;
 }
 
-template <bool kOnto>
-void RunExpand(const TileCall& call, const Side<uint16_t>& b, Middle<uint16_t> middle, const std::vector<float*>& y) {
+template <bool kOnto, typename Y>
+void RunExpand(const TileCall& call, const Side<uint16_t>& b, Middle<uint16_t> middle, const std::vector<Y*>& y) {
   RunTilePieces(call.threads, ExpandPieces(call, b.widths), [&](const TilePiece& piece, const TilePiece& then, bool more) {
     const int projection_then = call.group[then.at];
     NextRows next(b, then.adapter, b.Start(then.adapter, projection_then) + then.begin, b.widths[projection_then],
@@ -214,7 +214,7 @@ ffi::Error TileExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32
                           ffi::RemainingRets rets, Ints group, Ints b_widths) {
 #ifdef __AMX_BF16__
   const int64_t tokens = m.dimensions()[1], max_rank = m.dimensions()[2];
-  auto y = Results(rets, owner, ranks, group, max_rank);
+  auto y = Results<float>(rets, owner, ranks, group, max_rank);
   TileCall call(pool.num_threads(), owner, ranks, group, max_rank);
   auto middle = call.MakeMiddle<uint16_t>();
   ForRows(call, middle, Numbers<uint16_t>(m), tokens, max_rank, [](uint16_t* to, const uint16_t* from, int rank) {
@@ -231,12 +231,14 @@ ffi::Error TileExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32
 ffi::Error TileDeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
                          I32 b_pages, ffi::RemainingRets rets, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {
 #ifdef __AMX_BF16__
-  DeltaResults y(rets, owner, ranks, group, max_rank);
   TileCall call(pool.num_threads(), owner, ranks, group, max_rank);
-  auto a = SideOf<uint16_t>(pages, layer, ranks, a_pages, a_widths);
+  auto a = SideOf<uint16_t>(pages, layer, ranks, a_pages, a_widths), b = SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths);
   auto middle = RunShrink<uint16_t>(call, a, x, scale, layer.typed_data()[0]);
-  RunExpand<false>(call, SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths), middle, y.Arrays());
-  y.Finish(call.threads);
+  if (rets.get<Any>(0).value()->element_type() == ffi::F32) {
+    RunExpand<false>(call, b, middle, Results<float>(rets, owner, ranks, group, max_rank));
+  } else {
+    RunExpand<false>(call, b, middle, Results<uint16_t>(rets, owner, ranks, group, max_rank));
+  }
   return ffi::Error::Success();
 #else
   return ffi::Error(ffi::ErrorCode::kUnimplemented, "built without the matrix unit");

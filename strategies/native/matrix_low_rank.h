@@ -286,11 +286,13 @@ void ExpandBlock(const uint16_t* m, int64_t m_stride, const uint16_t* packed, in
   if constexpr (kColumns > 3) { _tile_stored(3, y + 3 * kTileSide, stride * 4); }
 }
 
-// y [T, O] of a piece; added to what is there with kOnto.
-template <bool kOnto>
+// y [T, O] of a piece; added to what is there with kOnto. Raw bfloat16 is rounded from sums in float32.
+template <bool kOnto, typename Y>
 void ExpandTiles(const Side<uint16_t>& b, const TilePiece& piece, int projection, int rank, const TokenTiles& tiles,
-                 Middle<uint16_t> middle, float* y, NextRows next) {
+                 Middle<uint16_t> middle, Y* y, NextRows next) {
   constexpr int kMost = 4;
+  constexpr bool kWide = sizeof(Y) == sizeof(float);
+  static_assert(kWide || !kOnto);
   const int64_t out = b.widths[projection], rank_tiles = TilesOf(rank, kTileRanks);
   const uint16_t* packed = PackColumns(b, piece, projection, rank);
   const int columns = TilesOf(piece.end - piece.begin, kTileSide);
@@ -298,22 +300,28 @@ void ExpandTiles(const Side<uint16_t>& b, const TilePiece& piece, int projection
   alignas(64) float room[kTileSide * kMost * kTileSide];
   for (int tile = piece.first; tile < piece.last; ++tile) {
     const TokenTiles::Tile& tokens = tiles[tile];
-    const bool whole = tokens.Whole();
+    const bool in_place = kWide && tokens.Whole();
     for (int column = 0; column < columns; column += kMost) {
       const int here = std::min(kMost, columns - column);
       auto block = here == 4   ? ExpandBlock<4, kOnto>
                    : here == 3 ? ExpandBlock<3, kOnto>
                    : here == 2 ? ExpandBlock<2, kOnto>
                                : ExpandBlock<1, kOnto>;
-      float* rows = y + piece.begin + column * kTileSide;
+      Y* rows = y + piece.begin + column * kTileSide;
       const size_t bytes = here * kTileSide * sizeof(float);
-      for (int row = 0; kOnto && !whole && row < tokens.count; ++row) {
+      for (int row = 0; kOnto && !in_place && row < tokens.count; ++row) {
         std::memcpy(room + row * kMost * kTileSide, rows + tokens.tokens[row] * out, bytes);
       }
-      block(middle.At(piece.at, tile), middle.stride, packed + column * rank_tiles * kTileNumbers, rank_tiles,
-            whole ? rows + tokens.tokens[0] * out : room, whole ? out : kMost * kTileSide);
-      for (int row = 0; !whole && row < tokens.count; ++row) {
-        std::memcpy(rows + tokens.tokens[row] * out, room + row * kMost * kTileSide, bytes);
+      float* sums = room;
+      int64_t stride = kMost * kTileSide;
+      if constexpr (kWide) {
+        if (in_place) sums = rows + tokens.tokens[0] * out, stride = out;
+      }
+      block(middle.At(piece.at, tile), middle.stride, packed + column * rank_tiles * kTileNumbers, rank_tiles, sums, stride);
+      for (int row = 0; !in_place && row < tokens.count; ++row) {
+        const float* from = room + row * kMost * kTileSide;
+        Y* to = rows + tokens.tokens[row] * out;
+        for (int i = 0; i < here * kTileSide; i += kTileSide) Store(to + i, Load(from + i));
       }
       next.Read(lines);
     }
