@@ -17,11 +17,13 @@ class KvHandle:
         computed: tokens whose keys and values are there.
         written: tokens, from the start, whose keys and values are in the pool.
         ready: tokens up to this one, from those computed on, may be written to its device pages.
+        num_pages: pages that it has.
+        num_absent: of these, how many are not on the device.
         suspended: it is not being computed; all its device pages are copies.
     """
 
     def __init__(self) -> None:
-        self.computed = self.written = self.ready = self.num_pages = 0
+        self.computed = self.written = self.ready = self.num_pages = self.num_absent = 0
         self.suspended = False
         # Rows: pool pages, device pages, pool pages of what is not on the device.
         self._tables = np.full((3, 8), ABSENT, np.int32)
@@ -45,8 +47,16 @@ class KvHandle:
             self._tables = np.concatenate([self._tables, more], axis=1)
         self._tables[0, self.num_pages : stop] = self._tables[2, self.num_pages : stop] = homes
         self._tables[1, self.num_pages : stop] = ABSENT
-        self.num_pages = stop
+        self.num_pages, self.num_absent = stop, self.num_absent + len(homes)
+
+    def _end(self, pages: int) -> None:
+        """Has no pages from index `pages` on."""
+        if pages < self.num_pages:
+            self.num_pages = pages
+            self.num_absent = int(np.count_nonzero(self.device_table() == ABSENT))
 
     def _place(self, index: int, device: int) -> None:
+        """Has the page on a device page, or not on the device."""
+        self.num_absent += (device == ABSENT) - (int(self._tables[1, index]) == ABSENT)
         self._tables[1, index] = device
         self._tables[2, index] = self._tables[0, index] if device == ABSENT else ABSENT

@@ -288,6 +288,7 @@ class KvPool:
     def _check(self, handle: KvHandle) -> None:
         size = self.page_tokens
         assert handle.written <= handle.computed <= handle.num_pages * size, "a page is missing"
+        assert handle.num_absent == np.count_nonzero(handle.device_table() == ABSENT), "absent pages are miscounted"
         for index in range(handle.num_pages):
             home, device, pool = (int(row[index]) for row in handle._tables)
             assert pool == (home if device == ABSENT else ABSENT), f"the pool table is wrong at page {index}"
@@ -313,7 +314,7 @@ class KvPool:
         self._device.free(device)
         self._pool.free(homes)
         self._held -= len(homes)
-        handle.num_pages = min(handle.num_pages, pages)
+        handle._end(pages)
 
     def _add_copy(self, handle: KvHandle, index: int) -> None:
         page = int(handle.device_table()[index])

@@ -7,6 +7,7 @@ sizes come from a small lattice of buckets, so that a handful of compiled progra
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -237,6 +238,8 @@ class BatchBuilder:
             "prompt": shape.lane(bucket.prefill_tokens, prompts),
         }
         self._packers = {name: LanePacker(lanes[name], lora_strategies) for name in LORA_PHASES}
+        # Of the last step: the next one has the same lanes more often than not.
+        self._lane_parcels: tuple[list[Lanes], dict[str, Parcel]] = [], {}
 
     def build(self, plan: StepPlan, *, placed: Callable[[int], PlacedAdapter]) -> BuiltStep:
         """Packs a plan.
@@ -271,12 +274,20 @@ class BatchBuilder:
             "tokens": Parcel(False, tokens),
             "missing": Parcel(False, {"decode": decode.missing, "prefill": prefill.missing}, elsewhere),
             "kv": Parcel(self.shape.near, {"decode": decode.control, "prefill": prefill.control}, elsewhere),
-            **_lane_parcels(lanes, near=self.shape.near),
+            **self._parcels_of(lanes),
             **_sampling_parcels(sampling),
         }
         use = StepUse({phase: lane.use for phase, lane in lanes.items()}, decode.use, prefill.use)
         targets = packer.prompt_targets if packer.want_prompt else None
         return BuiltStep(parcels, sampling, use, packer.sampled, packer.firsts, targets)
+
+    def _parcels_of(self, lanes: Mapping[str, Lanes]) -> dict[str, Parcel]:
+        known, parcels = self._lane_parcels
+        found = list(lanes.values())
+        if len(known) != len(found) or not all(map(operator.is_, known, found)):
+            parcels = _lane_parcels(lanes, near=self.shape.near)
+            self._lane_parcels = found, parcels
+        return parcels
 
     def _lanes(self, packer: _Packer, placed: Callable[[int], PlacedAdapter]) -> dict[str, Lanes]:
         rows, names = self.bucket.decode_rows, self.shape.layout.names

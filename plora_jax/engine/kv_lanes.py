@@ -6,6 +6,7 @@ or attended near the data (`distributed`); the strategy may differ from sequence
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
@@ -61,6 +62,17 @@ def join(lane: AttentionLane, missing: KvMissing) -> KvLanes:
     return KvLanes(lane, *missing)
 
 
+@functools.lru_cache(maxsize=64)
+def _nowhere(shape: KvShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Slots, pages by pool device and stream where all pages are on the device; read-only."""
+    slots = np.full((shape.groups, shape.table_pages), ABSENT, np.int32)
+    near = np.full((shape.pool_devices, *slots.shape), ABSENT, np.int32)
+    stream = np.zeros(KvPacker.stream_pages(shape), np.int32)
+    for array in (slots, near, stream):
+        array.flags.writeable = False
+    return slots, near, stream
+
+
 class KvPacker:
     """Fills the tables of one phase, sequence by sequence.
 
@@ -73,8 +85,8 @@ class KvPacker:
         self._shape, self._strategy_of = shape, strategy_of
         n, m = shape.groups, shape.table_pages
         self._tables = np.full((n, m), ABSENT, np.int32)
-        self._slots = np.full((n, m), ABSENT, np.int32)
-        self._near = np.full((shape.pool_devices, n, m), ABSENT, np.int32)
+        # Most steps have no page elsewhere, and need no tables of their own for them.
+        self._slots, self._near, self._empty_stream = _nowhere(shape)
         self._positions = np.full((n, shape.queries), -1, np.int32)
         self._stream: list[np.ndarray] = []
         self._streamed = 0
@@ -124,10 +136,12 @@ class KvPacker:
     def _place_missing(self, sequence: Sequence, queries: int, here: slice) -> None:
         """The pages of a sequence that are not on the device, for the groups that hold its queries."""
         assert sequence.kv is not None, sequence.seq_id
+        if not sequence.kv.num_absent:
+            return
+        if self._slots is _nowhere(self._shape)[0]:
+            self._slots, self._near = self._slots.copy(), self._near.copy()
         pool = sequence.kv.pool_table()
         missing = np.flatnonzero(pool != ABSENT)
-        if not missing.size:
-            return
         if self._strategy_of(sequence) == "local":
             self._slots[here, missing] = self._streamed + np.arange(missing.size, dtype=np.int32)
             self._stream.append(pool[missing])
@@ -146,8 +160,9 @@ class KvPacker:
         first = np.int32(used.min()) if used.size else np.int32(0)
         end = np.int32(used.max() + 1) if used.size else np.int32(0)
         rounds = -(-self._streamed // SCRATCH_PAGES)
-        stream = np.zeros(self.stream_pages(self._shape), np.int32)
+        stream = self._empty_stream
         if self._stream:
+            stream = stream.copy()
             stream[: self._streamed] = np.concatenate(self._stream)
         near = tuple(self._near_queries.tolist())
         return PhaseKv(

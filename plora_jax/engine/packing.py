@@ -6,6 +6,7 @@ step has one transfer for the device and one for the pool, whatever the number o
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -27,20 +28,20 @@ class PackedArrays:
         self._dtypes = [np.asarray(leaf).dtype for leaf in leaves]
         for dtype in self._dtypes:
             assert dtype == np.bool_ or dtype.itemsize == 4, dtype
-        self.num_words = sum(math.prod(shape) for shape in self._shapes)
+        ends = list(itertools.accumulate(map(math.prod, self._shapes)))
+        self.num_words = ends[-1] if ends else 0
+        self._parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def pack(self, tree: Any) -> np.ndarray:
         """[num_words] int32 of a pytree of numpy arrays with the template's structure and shapes."""
         leaves, structure = jax.tree.flatten(tree)
         assert structure == self._structure
         out = np.empty(max(self.num_words, 1), np.int32)
-        start = 0
-        for leaf, shape, dtype in zip(leaves, self._shapes, self._dtypes, strict=True):
-            flat = np.asarray(leaf).reshape(-1)
-            assert np.shape(leaf) == shape, (np.shape(leaf), shape)
-            assert flat.dtype == dtype, (flat.dtype, dtype)
-            out[start : start + flat.size] = flat if dtype == np.bool_ else flat.view(np.int32)
-            start += flat.size
+        for leaf, part, shape, dtype in zip(leaves, self._parts, self._shapes, self._dtypes, strict=True):
+            assert leaf.shape == shape, (leaf.shape, shape)
+            assert leaf.dtype == dtype, (leaf.dtype, dtype)
+            flat = leaf.reshape(-1)
+            out[part] = flat if dtype == np.bool_ else flat.view(np.int32)
         return out
 
     def unpack(self, words: jax.Array) -> Any:

@@ -4,6 +4,7 @@ import types
 
 import jax
 import numpy as np
+import pytest
 
 from plora_jax.engine.kv_lanes import KvPacker, KvShape
 from strategies.lanes import ABSENT
@@ -13,7 +14,9 @@ SHAPE = KvShape(groups=3, queries=2, sequences=2, table_pages=8, page_tokens=4, 
 
 def sequence(device, pool):
     kv = types.SimpleNamespace(
-        device_table=lambda: np.array(device, np.int32), pool_table=lambda: np.array(pool, np.int32)
+        device_table=lambda: np.array(device, np.int32),
+        pool_table=lambda: np.array(pool, np.int32),
+        num_absent=device.count(ABSENT),
     )
     return types.SimpleNamespace(seq_id=1, kv=kv)
 
@@ -49,6 +52,17 @@ def test_missing_pages_are_streamed_once_for_all_groups_of_a_sequence():
     assert built.missing.slots[:, :3].tolist() == [[ABSENT] * 3, [0, ABSENT, 1], [0, ABSENT, 1]]
     assert (built.missing.rounds, built.use.streamed_pages, built.missing.near_groups) == (1, 2, 0)
     assert (built.control.tables == ABSENT).all()
+
+
+@pytest.mark.parametrize("strategy", ["local", "distributed"])
+def test_missing_pages_of_one_step_are_not_in_the_next(strategy):
+    for device, pool in (([ABSENT], [7]), ([5], [ABSENT])):
+        packer = KvPacker(SHAPE, lambda _: strategy)
+        packer.place(sequence(device, pool), np.array([3], np.int32), group=0, groups=1)
+        built = packer.finish()
+    assert (built.missing.slots == ABSENT).all()
+    assert (built.control.tables == ABSENT).all()
+    assert not built.control.stream.any()
 
 
 def test_one_query_of_each_sequence_is_placed_as_one_by_one():
