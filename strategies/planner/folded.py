@@ -3,7 +3,7 @@
 A place is a group on a pool device in a phase. Most can never be the longest of their phase, whatever is decided: only
 the K others are kept, so a decision of a thousand adapters is a sum of a thousand rows of K numbers. Rows that are idle
 and expected to stay so take no part: they get a strategy that takes nothing of them, and what they have on the device
-stays there as far as the plan of the others leaves room.
+stays there as far as the plan of the others leaves room. Rows whose strategy is settled are part of the base.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Folded:
     Args:
         problem: where they come from.
         rest: [N] columns of rows that take no part; None: one that takes no memory and no move.
+        settled: rows whose columns are known, and these; none where None.
         fold_idle: rows that nobody expects take no part; False: all rows are live.
 
     Attributes:
@@ -107,16 +108,25 @@ class Folded:
         base: [K].
         fixed: [S, K] and fixed_serial: [S], while an active adapter uses the column.
         kv_device: [K], kv_pool: [A, K]; 0 but in the phase of attention.
-        serial_s: of the base.
+        serial_s: of the base, and all that settled rows take besides loads.
     """
 
-    def __init__(self, problem: PlanProblem, rest: np.ndarray | None = None, *, fold_idle: bool = True) -> None:
+    def __init__(
+        self,
+        problem: PlanProblem,
+        rest: np.ndarray | None = None,
+        *,
+        settled: tuple[np.ndarray, np.ndarray] | None = None,
+        fold_idle: bool = True,
+    ) -> None:
         self.problem = problem
         dormant, column = _dormant(problem)
-        self._rest = np.full(len(dormant), column) if rest is None else rest
+        self._rest = np.full(len(dormant), column) if rest is None else rest.copy()
         dormant &= fold_idle
-        self.live = np.flatnonzero(~dormant)
         self._dormant = np.flatnonzero(dormant)
+        self._settled, columns = (np.zeros(0, int), 0) if settled is None else settled
+        self._rest[self._settled], dormant[self._settled] = columns, True
+        self.live = np.flatnonzero(~dormant)
         n, (s, f, r) = len(self.live), problem.load_s.shape[1:]
         self.num_columns, self.rows = s, np.arange(n)
         everyone = n == len(dormant)
@@ -132,14 +142,15 @@ class Folded:
         self.for_free = (self.allowed & (self.bytes <= 0)).all(axis=0)
         self._budgets()
         self.fixed_serial = problem.fixed_serial_s.sum(axis=1)
-        self.serial_s = float(problem.base_serial_s.sum())
+        at = self._settled, self._rest[self._settled]
+        self.serial_s = float(problem.base_serial_s.sum() + problem.serial_s[at].sum() + problem.move_s[at].sum())
         self.own = self._own(of_live(problem.serial_s), of_live(problem.move_s), of_live(problem.current))
-        self._places(load, _layout(f, d, problem.groups, pool_shared=problem.pool_shared))
+        self._places(load, _layout_of(problem))
         self.has_fixed = bool(self.fixed.any() or self.fixed_serial.any())
 
     def _budgets(self) -> None:
         problem, kv = self.problem, self.problem.kv
-        rest = self._dormant
+        rest = np.concatenate([self._dormant, self._settled])
         self.rest_bytes = float(problem.device_bytes[rest, self._rest[rest]].sum())
         self.budget_bytes = problem.budget_bytes - self.rest_bytes
         self.most_kv = 1.0
@@ -169,6 +180,7 @@ class Folded:
         by_device = np.swapaxes(problem.base_load_s, 0, 1)
         sums[s, :d, :, DEVICE_RESOURCES:] = by_device[..., DEVICE_RESOURCES:]
         sums[s, 0, :, :DEVICE_RESOURCES] = by_device[0, :, :DEVICE_RESOURCES]
+        sums[s] += self._settled_loads()
         sums[s + 1, d, kv.phase, :DEVICE_RESOURCES] = kv.device_load_s[:DEVICE_RESOURCES]
         sums[s + 2 : -2, :d, kv.phase, DEVICE_RESOURCES:] = kv.pool_load_s[..., DEVICE_RESOURCES:]
         sums[s + 2 : -2, 0, kv.phase, :DEVICE_RESOURCES] = kv.pool_load_s[:, 0, :DEVICE_RESOURCES]
@@ -189,6 +201,16 @@ class Folded:
         ends = np.append(self.starts, len(self.keep))
         self.kv_places = slice(int(ends[kv.phase]), int(ends[kv.phase + 1]))
         self.work = layout.work(load, self.home, self.keep)
+
+    def _settled_loads(self) -> np.ndarray:
+        """[D + 1, F, R], loads of settled rows by home."""
+        problem, rows = self.problem, self._settled
+        s, d = self.num_columns, problem.num_pool_devices
+        f, r = problem.load_s.shape[2:]
+        chosen = problem.load_s.reshape(-1, f * r).take(rows * s + self._rest[rows], axis=0)
+        home = problem.home.take(rows)
+        at_home = (np.where(home == STRIPED, d, home) == np.arange(d + 1)[:, None]).astype(float)
+        return (at_home @ chosen).reshape(d + 1, f, r)
 
     def fraction(self, adapter_bytes, wanted: float):
         """P beside adapters of so many bytes, `wanted` at most; for any shape."""
@@ -235,6 +257,30 @@ class Folded:
             fitting = order[: int(np.searchsorted(np.cumsum(more[order]), room, side="right"))]
             out[rest[fitting]] = current[fitting]
         return out
+
+
+def _layout_of(problem: PlanProblem) -> _Layout:
+    return _layout(len(problem.phases), problem.num_pool_devices, problem.groups, pool_shared=problem.pool_shared)
+
+
+def num_places(problem: PlanProblem) -> int:
+    """How many places there are in all."""
+    return len(_layout_of(problem).phase)
+
+
+def costs_of_loads(problem: PlanProblem, rows: np.ndarray, prices: np.ndarray) -> np.ndarray:
+    """[M, S] seconds of what rows load in each column, at prices of a second of load on all places."""
+    layout, d = _layout_of(problem), problem.num_pool_devices
+    by_home = layout.device @ prices + (layout.here * prices) @ layout.pool.T  # [H, F * R]
+    s, f, r = problem.load_s.shape[1:]
+    home = problem.home.take(rows)
+    if 2 * len(rows) > problem.num_adapters and (home == home[0]).all():
+        # A striped row's home is the last one.
+        costs = problem.load_s.reshape(-1, f * r) @ by_home[home[0]]
+        return costs.reshape(-1, s).take(rows, axis=0)
+    load = problem.load_s.reshape(-1, s, f * r).take(rows, axis=0)
+    of_homes = (load.reshape(-1, f * r) @ by_home.T).reshape(len(rows), s, d + 1)
+    return of_homes[np.arange(len(rows)), :, np.where(home == STRIPED, d, home)]
 
 
 def _dormant(problem: PlanProblem) -> tuple[np.ndarray, int]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from strategies.planner.decision import Decision, Moves
 from strategies.planner.filling import Filling
-from strategies.planner.folded import Folded
+from strategies.planner.folded import Folded, costs_of_loads, num_places
 from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, wander
 from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
@@ -49,6 +49,9 @@ _FAR = 0.01
 
 _REFINED = 16
 """Adapters nearest to a tie that a start from an earlier answer mends."""
+
+_SURE = 0.02
+"""Of the cost of an idle adapter's strategy: another one that is this much dearer is not looked at."""
 
 _DEAR = 1e30
 """Seconds of a column that nobody should have."""
@@ -109,13 +112,22 @@ class _Found(NamedTuple):
     leading: np.ndarray
 
 
+class _Settled(NamedTuple):
+    """Rows that need no decision [M], their columns [M] and the costs of all of their columns [M, S]."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    costs: np.ndarray
+
+
 class _Outcome(NamedTuple):
-    """A decision, prices that support it, costs at these with bytes, and a bound."""
+    """A decision, prices that support it, costs at these with bytes, and a bound; what was settled before."""
 
     decision: Decision
     prices: Prices
     total: np.ndarray
     bound_s: float
+    settled: _Settled | None = None
 
 
 def optimize(
@@ -138,13 +150,13 @@ def optimize(
         PlanError: nothing fits: pinned adapters and KV that must be on the device exceed the budget.
     """
     until = time.perf_counter() + max_seconds
-    folded = Folded(problem)
     outcome = None
-    if start is not None and len(start.strategy) == problem.num_adapters and len(start.places) == folded.num_places:
-        outcome = _refined(folded, start)
+    if start is not None and len(start.strategy) == problem.num_adapters and len(start.places) == num_places(problem):
+        outcome = _refined(problem, start)
     if outcome is None:
-        outcome = _searched(folded, until)
-    decision, prices, total, bound_s = outcome
+        outcome = _searched(Folded(problem), until)
+    decision, prices, total, bound_s, settled = outcome
+    folded = decision.folded
     kv = problem.kv
     columns = folded.all_columns(decision.columns, decision.fraction * kv.device_bytes)
     plan = evaluate(problem, columns, kv.strategies[decision.attention], decision.fraction)
@@ -153,6 +165,8 @@ def optimize(
     places[folded.keep] = prices.places
     costs = problem.move_s + prices.adapter_byte * problem.device_bytes
     costs[folded.live] = total
+    if settled is not None:
+        costs[settled.rows] = settled.costs
     attention = kv.strategies.index(plan.attention)
     used = np.bincount(plan.strategy[problem.active], minlength=folded.num_columns) > 0
     return plan, Duals(plan.strategy, attention, plan.kv_fraction, used, places, *prices[1:], costs, bound_s)
@@ -330,16 +344,20 @@ def _pressing(decision: Decision) -> np.ndarray:
     return np.argsort(-gain)[:_REFINED]
 
 
-def _refined(folded: Folded, start: Duals) -> _Outcome | None:
+def _refined(problem: PlanProblem, start: Duals) -> _Outcome | None:
     """The earlier plan, after the moves that its prices ask for now; None if it cannot be made to fit."""
-    kv, rows = folded.problem.kv, folded.rows
+    settled = _settled(problem, start)
+    folded = Folded(problem, settled=(settled.rows, settled.columns))
+    kv, rows = problem.kv, folded.rows
     prices = Prices(start.places[folded.keep], start.joint, start.adapters, start.softness)
     total = _total(folded, prices)
     usual = np.where(start.used | ~folded.active[:, None], total, np.inf)
     usual = np.where(np.isinf(usual.min(axis=1, keepdims=True)), total, usual)
     columns = start.strategy[folded.live].astype(int)
     columns = np.where(np.isfinite(usual[rows, columns]), columns, usual.argmin(axis=1))
-    wanted = folded.most_kv if start.joint > 0 else start.fraction
+    # Interior points leave a price on what does not bind.
+    scarce = start.joint * kv.device_bytes > _GAP * start.bound_s
+    wanted = folded.most_kv if scarce else start.fraction
     decision = Decision(folded, columns, attention=start.attention, fraction=wanted)
     make_fit(decision, total - prices.adapter_byte * folded.bytes)
     if not decision.fits:
@@ -352,7 +370,23 @@ def _refined(folded: Folded, start: Duals) -> _Outcome | None:
     best_fraction(decision)
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]
     among = [Node(attention, decision.count > 0, whole) for attention, whole in ways]
-    return _Outcome(decision, prices, total, float(lower_bounds(folded, prices, total, among).min()))
+    return _Outcome(decision, prices, total, float(lower_bounds(folded, prices, total, among).min()), settled)
+
+
+def _settled(problem: PlanProblem, start: Duals) -> _Settled:
+    """Idle rows that have nothing on the device, which nobody else can use, nor would by far at the start's prices."""
+    rows = problem.loaded[~problem.active[problem.loaded]]
+    costs = costs_of_loads(problem, rows, start.places)
+    costs += problem.serial_s.take(rows, axis=0) @ np.ones(problem.serial_s.shape[-1])
+    costs += problem.move_s.take(rows, axis=0)
+    costs += (start.joint + start.adapters) * problem.device_bytes.take(rows, axis=0)
+    costs[~problem.allowed.take(rows, axis=0)] = np.inf
+    at, here = np.arange(len(rows)), start.strategy.take(rows)
+    others = costs.T.copy()
+    others[here, at] = np.inf
+    sure = others.min(axis=0, initial=np.inf) > (1 + _SURE) * costs[at, here]
+    sure &= problem.device_bytes[rows, here] <= 0
+    return _Settled(rows[sure], here[sure], costs[sure])
 
 
 def _wanted(decision: Decision, total: np.ndarray) -> Moves:

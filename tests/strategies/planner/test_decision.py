@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from strategies.planner.decision import Decision, Moves
-from strategies.planner.folded import Folded
+from strategies.planner.folded import Folded, costs_of_loads, num_places
 from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, wander
 from strategies.planner.problem import evaluate
 from tests.strategies.planner.instances import random_instance
@@ -145,3 +145,33 @@ def test_improvements_never_make_a_plan_dearer_or_unfit():
             assert decision.value() <= before * (1 + 1e-9)
             assert decision.fits
             assert decision.value() == pytest.approx(_objective(decision), rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 7])
+def test_settled_rows_are_worth_what_they_are_as_live_ones(seed):
+    problem = random_problem(seed, n=40)
+    rng = np.random.default_rng(seed)
+    columns = np.where(problem.allowed, rng.random(problem.allowed.shape), -1.0).argmax(axis=1)
+    idle = np.flatnonzero(~problem.active)
+    folded = Folded(problem, settled=(idle[::2], columns[idle[::2]]), fold_idle=False)
+    assert set(folded.live) == set(range(40)) - set(idle[::2])
+    decision = Decision(folded, columns[folded.live], attention=0, fraction=0.25)
+    whole = Decision(Folded(problem, fold_idle=False), columns, attention=0, fraction=0.25)
+    assert decision.value() == pytest.approx(whole.value(), rel=1e-6)
+    assert decision.bytes + folded.rest_bytes == pytest.approx(whole.bytes)
+    assert decision.fits == whole.fits
+    np.testing.assert_array_equal(folded.all_columns(decision.columns, 0.0), columns)
+
+
+@pytest.mark.parametrize("same_home", [False, True])
+def test_costs_of_loads_are_those_of_places(same_home):
+    for seed in range(6):
+        problem = random_problem(seed, n=30)
+        if same_home:
+            problem = dataclasses.replace(problem, home=np.full(30, problem.home[0]))
+        folded = Folded(problem, fold_idle=False)
+        places = np.random.default_rng(seed).random(num_places(problem))
+        places[np.setdiff1d(np.arange(len(places)), folded.keep)] = 0.0
+        rows = np.arange(0, 30, 1 if same_home else 4)
+        want = (folded.work @ places[folded.keep])[rows]
+        np.testing.assert_allclose(costs_of_loads(problem, rows, places), want, rtol=1e-9, atol=1e-15)

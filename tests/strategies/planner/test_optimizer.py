@@ -131,3 +131,21 @@ def test_optimize_pinned_adapter_keeps_its_only_strategy():
     allowed[3] = [False, True, False, False]
     plan, _ = optimize(dataclasses.replace(problem, allowed=allowed))
     assert plan.strategy[3] == 1
+
+
+def test_optimize_from_earlier_answer_gives_memory_back_that_idle_adapters_hold():
+    shrunk = 0
+    for seed in range(40):
+        problem = random_instance(seed, n=100)
+        plan, duals = optimize(problem)
+        idle_bytes = problem.device_bytes[np.arange(100), plan.strategy][~problem.active].sum()
+        if idle_bytes <= 0.2 * problem.budget_bytes:
+            continue
+        smaller = dataclasses.replace(problem, budget_bytes=problem.budget_bytes - 0.5 * idle_bytes)
+        try:
+            again, _ = optimize(smaller, duals)
+        except PlanError:
+            continue
+        assert violations(smaller, again) == []
+        shrunk += 1
+    assert shrunk >= 5
