@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from absl import flags as absl_flags
 from rich.console import Console
@@ -37,7 +38,7 @@ from launch.benchmarks.planning_report import Choice, PlanningReport
 from launch.benchmarks.policies_traffic import KINDS, make_traffic
 from launch.console import StageLog
 from launch.flags import StartError
-from memory_pool.hardware import HardwareSpec
+from memory_pool.hardware import HardwareSpec, parse_hardware
 from plora_jax.checkpoints import load_config
 from plora_jax.config import ModelConfig
 from plora_jax.engine.build import EngineConfig
@@ -157,7 +158,7 @@ def run_planning(case: PlanningCase, *, command: str, log: StageLog) -> Planning
     try:
         model = load_config(case.model)
         for name in split_names([case.hardware]):
-            hardware = find_hardware(name, None, platform="cpu", device_kind="cpu", pool_devices=1)
+            hardware = _this_machine() if name == "auto" else parse_hardware(name)
             log.stage(f"plans for {hardware.name}")
             found = measured.setdefault(hardware.name, [])
             for choice in _choices(case, model, hardware):
@@ -180,6 +181,11 @@ def run_planning(case: PlanningCase, *, command: str, log: StageLog) -> Planning
     )
 
 
+def _this_machine() -> HardwareSpec:
+    device = jax.local_devices()[0]
+    return find_hardware("auto", None, platform=device.platform, device_kind=device.device_kind, pool_devices=1)
+
+
 def _choices(case: PlanningCase, model: ModelConfig, hardware: HardwareSpec) -> Iterator[Choice]:
     """Times the choices after those of the warm-up."""
     shape = shape_of_model(model, name="default", item_bytes=2)
@@ -199,7 +205,8 @@ def _choices(case: PlanningCase, model: ModelConfig, hardware: HardwareSpec) -> 
     current = np.full(case.adapters, LORA_COLUMNS.index("near_data"))
     duals: Duals | None = None
     for number in range(case.warmup_choices + case.choices):
-        decision = worker.decide(_snapshot(streams, features, current, rows=case.streams))
+        home = np.arange(case.adapters) % hardware.num_pool_devices
+        decision = worker.decide(_snapshot(streams, features, current, home=home, rows=case.streams))
         problem = decision.problem
         if number < case.warmup_choices:
             duals = optimize(problem, duals)[1]
@@ -290,13 +297,15 @@ class _Streams:
             ]
 
 
-def _snapshot(streams: _Streams, features: AdapterFeatures, current: np.ndarray, *, rows: int) -> Snapshot:
+def _snapshot(
+    streams: _Streams, features: AdapterFeatures, current: np.ndarray, *, home: np.ndarray, rows: int
+) -> Snapshot:
     count = len(current)
     events, streams.events = streams.events, []
     return Snapshot(
         ids=np.arange(1, count + 1),
         features=features,
-        home=np.zeros(count, int),
+        home=home,
         current=current,
         pinned=np.zeros(count, bool),
         running=streams.counts(),

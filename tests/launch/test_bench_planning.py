@@ -17,7 +17,7 @@ from tests.launch.small_engine import LLAMA
 
 CASE = PlanningCase(
     model=str(LLAMA),
-    hardware="cpu,h100",
+    hardware="cpu,paper",
     adapters=40,
     adapter_ranks="4,8",
     streams=6,
@@ -38,7 +38,7 @@ def measured(**changes: object) -> PlanningReport:
 def test_every_choice_is_solved_in_full_and_from_the_one_before():
     report = measured()
     got = json.loads(json.dumps(report.as_json()))
-    assert list(got["choices"]) == ["cpu", "h100"]
+    assert list(got["choices"]) == ["cpu", "paper"]
     for choices in got["choices"].values():
         assert len(choices) == 5
         for choice in choices:
@@ -51,7 +51,7 @@ def test_every_choice_is_solved_in_full_and_from_the_one_before():
     text = report.as_text()
     for pattern in (
         r"^plans for +adapters active +with work +full, ms +incremental, ms +decision, ms$",
-        r"^h100( +[\d.]+, [\d.]+){5}$",
+        r"^paper( +[\d.]+, [\d.]+){5}$",
         r"^plans for cpu +full .*% over bound on average, .* at worst; incremental .*% over full, .* at worst$",
         r"^command +python -m launch\.bench planning --x$",
     ):
