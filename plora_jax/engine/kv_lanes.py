@@ -138,7 +138,7 @@ class KvPacker:
         assert sequence.kv is not None, sequence.seq_id
         if not sequence.kv.num_absent:
             return
-        if self._slots is _nowhere(self._shape)[0]:
+        if not self._slots.flags.writeable:
             self._slots, self._near = self._slots.copy(), self._near.copy()
         pool = sequence.kv.pool_table()
         missing = np.flatnonzero(pool != ABSENT)

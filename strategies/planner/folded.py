@@ -102,7 +102,7 @@ class Folded:
         adapter_limit_bytes: of the limit for adapters alone; None: there is none.
         rest_bytes: of rows that are not decided.
         most_kv: P at most, if there is room.
-        keep: [K] places among all of them; `num_places` is the number of all.
+        keep: [K] places among all of them.
         starts: [F], where each phase begins among the K; `phase_of` [K] is the same by place.
         kv_places: those of attention's phase, a slice of the K.
         base: [K].
@@ -192,7 +192,6 @@ class Folded:
         sums[-2] = (at_home @ highest).reshape(d + 1, f, r)
         sums[-1] = (at_home @ lowest).reshape(d + 1, f, r)
         loads = layout.places(sums.reshape(len(sums), d + 1, f * r))
-        self.num_places = loads.shape[1]
         self.keep = _that_matter(loads, layout, s)
         loads = loads[:, self.keep]
         self.fixed, self.base, self.kv_device, self.kv_pool = loads[:s], loads[s], loads[s + 1], loads[s + 2 : -2]

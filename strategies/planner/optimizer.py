@@ -161,7 +161,7 @@ def optimize(
     columns = folded.all_columns(decision.columns, decision.fraction * kv.device_bytes)
     plan = evaluate(problem, columns, kv.strategies[decision.attention], decision.fraction)
     plan = min([plan, *candidates], key=lambda plan: plan.objective_s)
-    places = np.zeros(folded.num_places)
+    places = np.zeros(num_places(problem))
     places[folded.keep] = prices.places
     costs = problem.move_s + prices.adapter_byte * problem.device_bytes
     costs[folded.live] = total

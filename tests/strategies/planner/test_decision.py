@@ -59,7 +59,7 @@ def test_places_left_out_are_never_the_longest():
     for seed in range(20):
         problem = random_instance(seed, n=30)
         folded, rng = Folded(problem, fold_idle=False), np.random.default_rng(seed)
-        assert len(folded.keep) <= folded.num_places
+        assert len(folded.keep) <= num_places(problem)
         for attention in (0, 1):
             columns = np.array([rng.choice(np.flatnonzero(row)) for row in problem.allowed])
             decision = Decision(folded, columns, attention=attention, fraction=float(rng.random()))
