@@ -54,6 +54,7 @@ class StepTokens(NamedTuple):
 
     Attributes:
         tokens: [T] int32.
+        drawn_at: [D] int32, for decode rows whose token is what the last step drew: at which index; -1 for the others.
         positions: [T] int32.
         write: where the keys and values of each token go.
         sample_rows: [D] int32, token whose logits each sampled row draws from.
@@ -65,6 +66,7 @@ class StepTokens(NamedTuple):
     """
 
     tokens: Any
+    drawn_at: Any
     positions: Any
     write: KvWrite
     sample_rows: Any
@@ -241,21 +243,25 @@ class BatchBuilder:
         # Of the last step: the next one has the same lanes more often than not.
         self._lane_parcels: tuple[list[Lanes], dict[str, Parcel]] = [], {}
 
-    def build(self, plan: StepPlan, *, placed: Callable[[int], PlacedAdapter]) -> BuiltStep:
+    def build(
+        self, plan: StepPlan, *, placed: Callable[[int], PlacedAdapter], drawn_at: Mapping[int, int] | None = None
+    ) -> BuiltStep:
         """Packs a plan.
 
         Args:
             plan: rows that the bucket holds, decode rows first.
             placed: where an adapter is, by its identity.
+            drawn_at: for a plan made ahead, by sequence, where the last step draws the row's token.
         """
         packer = _Packer(self.bucket, self._kv_shapes, self._attention_of, page_tokens=self.shape.layout.page_tokens)
         decodes = list(itertools.takewhile(lambda row: row.decode, plan.rows))
-        packer.add_decodes(decodes)
+        packer.add_decodes(decodes, drawn_at)
         for row in plan.rows[len(decodes) :]:
             packer.add_prefill(row)
         decode, prefill = packer.decode.finish(), packer.prefill.finish()
         tokens = StepTokens(
             tokens=packer.tokens,
+            drawn_at=packer.drawn_at,
             positions=packer.positions,
             write=KvWrite(packer.pages, packer.offsets),
             sample_rows=packer.sample_rows,
@@ -267,7 +273,10 @@ class BatchBuilder:
         )
         lanes = self._lanes(packer, placed)
         sampling = make_sampling_batch(
-            packer.sampling_rows, rows_padded=self.bucket.decode_rows, max_len=self.shape.max_model_len
+            packer.sampling_rows,
+            rows_padded=self.bucket.decode_rows,
+            max_len=self.shape.max_model_len,
+            unknown=int(plan.ahead),
         )
         elsewhere = "none" if not (decode.use.any or prefill.use.any) else None
         parcels = {
@@ -349,6 +358,7 @@ class _Packer:
         self.scored = np.zeros(bucket.prefill_tokens, np.int64)
         self.decode, self.prefill = (KvPacker(shape, attention_of) for shape in shapes)
         self.sample_rows = np.zeros(bucket.decode_rows, np.int32)
+        self.drawn_at = np.full(bucket.decode_rows, -1, np.int32)
         self.prompt_targets = np.zeros(bucket.prefill_tokens, np.int32)
         self.want_prompt = False
         self.sampling_rows: list[PlannedSequence] = []
@@ -356,13 +366,16 @@ class _Packer:
         self.firsts: list[int] = []
         self._blocks = self.used = 0
 
-    def add_decodes(self, rows: Sequence[Row]) -> None:
-        """Writes the tokens of all decode rows, which come first and all sample."""
+    def add_decodes(self, rows: Sequence[Row], drawn_at: Mapping[int, int] | None) -> None:
+        """Writes the tokens of all decode rows, which come first and all sample; or where they are drawn."""
         if not rows:
             return
         sequences, count = [row.sequence for row in rows], len(rows)
         positions = np.array([row.start for row in rows], np.int32)
-        self.tokens[:count] = [row.sequence.token(row.start) for row in rows]
+        if drawn_at is None:
+            self.tokens[:count] = [row.sequence.token(row.start) for row in rows]
+        else:
+            self.drawn_at[:count] = [drawn_at[sequence.seq_id] for sequence in sequences]
         self.positions[:count] = positions
         self.owners[:count] = [sequence.adapter_id for sequence in sequences]
         self.pages[:count] = self.decode.place_each(sequences, positions)

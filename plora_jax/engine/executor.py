@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +51,15 @@ class Program(NamedTuple):
     run: Any
 
 
+class _Flight(NamedTuple):
+    """A step that is under way."""
+
+    plan: StepPlan
+    bucket: Bucket
+    built: BuiltStep
+    result: StepResult
+
+
 class JaxExecutor:
     """The real executor.
 
@@ -72,8 +81,9 @@ class JaxExecutor:
         progress: told (programs compiled, programs in all) during warm-up.
 
     Attributes:
-        on_step: told each plan before it is carried out, in the thread that steps; None by default.
-        meanwhile: called while the device works on a step.
+        on_step: told each plan before it is carried out, in the thread that steps; None by default. Steps follow one
+            another where somebody is told, so that each can be looked at alone.
+        meanwhile: called while the device works on a step; it may `begin` the next one.
     """
 
     def __init__(
@@ -113,13 +123,18 @@ class JaxExecutor:
             device_pages=memory.pool_pages,
             near=memory.near,
         )
-        self.setting = StepSetting(memory.layout, -(-self.shape.max_rank // stripes), self.kernels, memory.near)
         self.buckets = lattice(max_num_seqs, max_prefill_tokens)
+        width = self.buckets[-1].decode_rows
+        rank = -(-self.shape.max_rank // stripes)
+        self.setting = StepSetting(memory.layout, rank, self.kernels, width, memory.near)
         self._width = max_num_seqs
         self._sent: dict[tuple[Bucket, str], tuple[Hashable, jax.Array]] = {}
         self._space = {False: device_sharding(memory.mesh), True: pool_sharding(memory.mesh)}
         self.on_step: Callable[[StepPlan], None] | None = None
         self.meanwhile: Callable[[], None] = lambda: None
+        self._under_way: _Flight | None = None
+        self._begun: _Flight | None = None
+        self._nothing_drawn = store_on_device(np.zeros(width, np.int32), memory.mesh)
         self.programs = self._compile_all(progress)
 
     @property
@@ -135,7 +150,7 @@ class JaxExecutor:
         return PREFILL_BLOCK
 
     def execute(self, plan: StepPlan) -> list[RowResult]:
-        """Runs one step.
+        """Runs one step, or ends the one that was begun of this plan.
 
         Args:
             plan: rows that fit the largest bucket; their adapters are acquired and their pages allocated.
@@ -148,37 +163,88 @@ class JaxExecutor:
                 Those are empty again, and the next steps compute nothing there.
             Exception: the step failed for another reason, or twice.
         """
-        if self.on_step is not None:
-            self.on_step(plan)
-        bucket, built = self._pack(plan)
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.plan is plan:
+            bucket, built = begun.bucket, begun.built
+        else:
+            begun = None
+            if self.on_step is not None:
+                self.on_step(plan)
+            bucket, built = self._pack(plan)
         try:
-            return self._run(plan, bucket, built)
+            return self._finish(begun or self._start(plan, bucket, built))
         except Exception as error:
-            if self._guard is None or not self._guard.blame(built.use, error):
+            # What was begun goes down with the step before it.
+            self._begun = None
+            if not self._is_without(built, error):
                 raise
-            if self._memory.kv_is_lost():
-                self._memory.renew_kv()
-                raise KvLostError("the step took the KV pages of the device with it") from error
-        return self._run(plan, *self._pack(plan))
+            if plan.ahead:  # Some of its rows may have ended, so that it cannot be packed again.
+                raise KvLostError("the step was begun before the end of the last one") from error
+        return self._finish(self._start(plan, *self._pack(plan)))
 
-    def _pack(self, plan: StepPlan) -> tuple[Bucket, BuiltStep]:
+    def begin(self, plan: StepPlan) -> bool:
+        """Begins a step that was planned ahead, while the one before it is under way.
+
+        Args:
+            plan: made ahead.
+
+        Returns:
+            False where steps follow one another, or this one failed: it is planned again.
+
+        Raises:
+            KvLostError: as of `execute`.
+        """
+        before = self._under_way
+        if self.on_step is not None or before is None:
+            return False
+        at = {row.sequence.seq_id: index for row, index in zip(before.plan.rows, before.built.sampled, strict=True)}
+        bucket, built = self._pack(plan, at)
+        try:
+            self._begun = self._start(plan, bucket, built, drawn=before.result.sampled.token_ids)
+        except Exception as error:
+            self._is_without(built, error)
+            return False
+        return True
+
+    def _is_without(self, built: BuiltStep, error: Exception) -> bool:
+        """After a failed step: whether nothing computes near the data from here on, and it did before.
+
+        Raises:
+            KvLostError: so it is, and the KV pages of the device are empty.
+        """
+        if self._guard is None or not self._guard.blame(built.use, error):
+            return False
+        if self._memory.kv_is_lost():
+            self._memory.renew_kv()
+            raise KvLostError("the step took the KV pages of the device with it") from error
+        return True
+
+    def _pack(self, plan: StepPlan, drawn_at: Mapping[int, int] | None = None) -> tuple[Bucket, BuiltStep]:
         with annotate(annotations.PACK):
             if self._guard is not None:
                 self._guard.check()
             bucket = pick_bucket(self.buckets, plan)
-            return bucket, self.programs[bucket].builder.build(plan, placed=self._placed)
+            return bucket, self.programs[bucket].builder.build(plan, placed=self._placed, drawn_at=drawn_at)
 
-    def _run(self, plan: StepPlan, bucket: Bucket, built: BuiltStep) -> list[RowResult]:
+    def _start(self, plan: StepPlan, bucket: Bucket, built: BuiltStep, *, drawn: jax.Array | None = None) -> _Flight:
         program, memory = self.programs[bucket], self._memory
         with annotate(annotations.PACK):
             parcels = self.send(bucket, built)
         with annotate(annotations.DISPATCH):
-            memory.kv, result = program.run(self._params, memory.pool, memory.adapters, memory.kv, parcels)
+            drawn = self._nothing_drawn if drawn is None else drawn
+            memory.kv, result = program.run(self._params, memory.pool, memory.adapters, memory.kv, drawn, parcels)
             for crossing, size in program.traffic.of(built.use):
                 self._ledger.add(crossing, moved_bytes=size.moved, useful_bytes=size.useful)
-        self.meanwhile()
+        return _Flight(plan, bucket, built, result)
+
+    def _finish(self, flight: _Flight) -> list[RowResult]:
+        self._under_way = flight
+        try:
+            self.meanwhile()
+        finally:
+            self._under_way = None
         with annotate(annotations.RESULTS):
-            return self._unpack(plan.rows, result, built, decode_rows=bucket.decode_rows)
+            return self._unpack(flight)
 
     def send(self, bucket: Bucket, built: BuiltStep) -> dict[str, Any]:
         """The words of a step's parcels; those that did not change since they were last sent are there already."""
@@ -226,15 +292,14 @@ class JaxExecutor:
         flat = {**{name: w for name, w in self._params.items() if name != "layers"}, **self._params["layers"]}
         return {name: sum(leaf.nbytes for leaf in jax.tree.leaves(weight)) for name, weight in flat.items()}
 
-    def _unpack(
-        self, rows: Sequence[Row], result: StepResult, built: BuiltStep, *, decode_rows: int
-    ) -> list[RowResult]:
+    def _unpack(self, flight: _Flight) -> list[RowResult]:
+        built, result = flight.built, flight.result
         # The wide arrays stay on the device unless somebody asked for them.
         token_ids = np.asarray(result.sampled.token_ids).tolist()
         top = jax.device_get(result.sampled) if built.sampling.any_logprobs else None
         prompt = None if built.prompt_targets is None else jax.device_get(result.prompt)
         out = []
-        for row, index, first in zip(rows, built.sampled, built.firsts, strict=True):
+        for row, index, first in zip(flight.plan.rows, built.sampled, built.firsts, strict=True):
             token_id = token_ids[index] if index >= 0 else None
             if token_id == OVERFLOWED:
                 out.append(RowResult(None, None, (), overflowed=str(self._dtype)))
@@ -243,7 +308,8 @@ class JaxExecutor:
             wanted = row.sequence.sampling.logprobs
             if token_id is not None and wanted is not None and top is not None:
                 logprobs = _entry(token_id, top.logprobs[index], top.top_ids[index], top.top_logprobs[index], wanted)
-            scored = () if prompt is None else _prompt_entries(row, prompt, built.prompt_targets, first - decode_rows)
+            slot = first - flight.bucket.decode_rows
+            scored = () if prompt is None else _prompt_entries(row, prompt, built.prompt_targets, slot)
             out.append(RowResult(token_id, logprobs, scored))
         return out
 
@@ -331,7 +397,8 @@ class JaxExecutor:
         def abstract(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
-        arrays = jax.tree.map(abstract, (self._params, memory.pool, memory.adapters, memory.kv))
+        arrays = (self._params, memory.pool, memory.adapters, memory.kv, self._nothing_drawn)
+        arrays = jax.tree.map(abstract, arrays)
         return *arrays, {name: words(name) for name in packing}
 
 

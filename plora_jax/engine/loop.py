@@ -105,7 +105,8 @@ class EngineLoop:
         self._waiters: list[Waiter] = []
         self._textless: list[tuple[int, str]] = []  # identities, and why
         self._overflows = Overflows()
-        executor.meanwhile = self._deliver
+        executor.meanwhile = self._meanwhile
+        self._under_way = self._ahead = StepPlan(())  # the step that is carried out; the one begun after it
         self._dead: str | None = None
         self._closing = False
         self._drain_until_s = 0.0
@@ -238,7 +239,8 @@ class EngineLoop:
         with self._stepping, annotate(annotations.STEP):
             with annotate(annotations.PLAN):
                 self._run_commands()
-                self._run_task()
+                if not self._ahead.rows:
+                    self._run_task()
                 moved = self._move()
                 plan = self._plan()
             done = self._execute(plan)
@@ -260,6 +262,20 @@ class EngineLoop:
                 self._deliver()
             self._fail_textless()
             return moved or bool(plan.rows)
+
+    def _meanwhile(self) -> None:
+        """What the host does while the device works on a step: it begins the next one, then delivers the last one."""
+        if self._may_run_ahead():
+            with annotate(annotations.PLAN):
+                plan = self._scheduler.schedule_ahead(self._under_way)
+            if plan.rows and self._executor.begin(plan):
+                self._ahead = plan
+        self._deliver()
+
+    def _may_run_ahead(self) -> bool:
+        """Whether nobody waits for the end of the step: commands and tasks, or who drives it without a thread."""
+        with self._wake:
+            return self._thread is not None and not self._commands and not self._tasks
 
     def _deliver(self) -> None:
         """Delivers what the last step gave to completions that go on: while the device works on the next one."""
@@ -363,13 +379,15 @@ class EngineLoop:
     def _plan(self) -> StepPlan:
         if self._dead is not None:
             return StepPlan(())
-        plan = self._scheduler.schedule()
-        for seq in self._scheduler.take_unservable():
-            self._deliver()
-            self._fail(seq.seq_id, "its adapter does not fit the device memory set aside for adapters")
-        now = self._clock.now()
-        for row in plan.rows:
-            self._recorder.scheduled(self._live[row.sequence.seq_id].generation, now)
+        plan, self._ahead = self._ahead, StepPlan(())
+        if not plan.rows:
+            plan = self._scheduler.schedule()
+            for seq in self._scheduler.take_unservable():
+                self._deliver()
+                self._fail(seq.seq_id, "its adapter does not fit the device memory set aside for adapters")
+            now = self._clock.now()
+            for row in plan.rows:
+                self._recorder.scheduled(self._live[row.sequence.seq_id].generation, now)
         if self.planner is not None:
             self.planner.observe(plan)
         return plan
@@ -377,6 +395,7 @@ class EngineLoop:
     def _execute(self, plan: StepPlan) -> list[tuple[Row, RowResult]]:
         if not plan.rows:
             return []
+        self._under_way = plan
         try:
             results = self._executor.execute(plan)
             if len(results) != len(plan.rows):
@@ -384,10 +403,12 @@ class EngineLoop:
             done = self._scheduler.complete(plan, results)
         except KvLostError as error:
             logger.warning("%s: what the pool does not hold is computed again", error)
+            self._ahead = StepPlan(())
             self._scheduler.rewind()
             return []
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.rows))
+            self._ahead = StepPlan(())
             self._deliver()
             self._failed_steps += 1
             for row in plan.rows:

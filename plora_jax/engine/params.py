@@ -72,6 +72,11 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def penalises(self) -> bool:
+        """Whether a draw looks at the tokens before it."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
     def validate(self, vocab_size: int) -> None:
         """Checks every field.
 

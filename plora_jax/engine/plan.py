@@ -74,9 +74,16 @@ class Row:
 
 
 class StepPlan(NamedTuple):
-    """Rows of one step, decode rows first."""
+    """What one step computes.
+
+    Attributes:
+        rows: decode rows first.
+        ahead: it was made while the step before it is under way: each row's token is what that step draws for its
+            sequence, which may end with it.
+    """
 
     rows: SequenceOf[Row]
+    ahead: bool = False
 
 
 class RowResult(NamedTuple):
@@ -104,7 +111,8 @@ class Executor(Protocol):
     """Carries out steps. The real one runs JAX; a modelled one may only advance a virtual clock.
 
     Attributes:
-        meanwhile: what `execute` may call when a step is under way and it has nothing to do but wait.
+        meanwhile: what `execute` may call when a step is under way and it has nothing to do but wait. It may `begin`
+            the next one.
     """
 
     meanwhile: Callable[[], None]
@@ -125,5 +133,16 @@ class Executor(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> list[RowResult]:
-        """Runs one step; results in the order of plan.rows. Raises KvLostError where sequences have to be rewound."""
+        """Runs one step, or waits for the one that was begun; results in the order of plan.rows.
+
+        Raises KvLostError where sequences have to be rewound. What was begun and is not executed next is forgotten.
+        """
+        ...
+
+    def begin(self, plan: StepPlan) -> bool:
+        """Begins a step that was planned ahead, from `meanwhile`; the next `execute` is of this plan.
+
+        Returns:
+            False where it could not be begun; the step after the one under way is planned when that has ended.
+        """
         ...

@@ -65,13 +65,16 @@ class SamplingBatch(NamedTuple):
     any_logprobs: Array
 
 
-def make_sampling_batch(rows: SequenceOf[Sequence], *, rows_padded: int, max_len: int) -> SamplingBatch:
+def make_sampling_batch(
+    rows: SequenceOf[Sequence], *, rows_padded: int, max_len: int, unknown: int = 0
+) -> SamplingBatch:
     """Gathers the options of the rows that sample; padding rows are greedy without options.
 
     Args:
         rows: sequences, at most `rows_padded`, whose outputs hold all tokens generated so far.
         rows_padded: B.
         max_len: S, the longest context, tokens.
+        unknown: tokens that each sequence has generated beyond those of its outputs; 0 where a row has a penalty.
 
     Returns:
         Numpy arrays. Those that no row writes to are shared and read-only, all of them where every row takes the best
@@ -80,7 +83,9 @@ def make_sampling_batch(rows: SequenceOf[Sequence], *, rows_padded: int, max_len
     Cost:
         A few microseconds a row; for a row with penalties, 50 ns for each token of its history.
     """
-    if rows and all(map(_takes_the_best, rows)):
+    assert not unknown or not any(row.sampling.penalises for row in rows)
+    generated = [len(row.output_ids) + unknown for row in rows]
+    if rows and all(map(_takes_the_best, rows, generated)):
         return _best_of_all(rows_padded, max_len)
     count = len(rows)
     params = [row.sampling for row in rows]
@@ -91,7 +96,7 @@ def make_sampling_batch(rows: SequenceOf[Sequence], *, rows_padded: int, max_len
     top_p = _column([p.top_p for p in params], rows_padded, np.float32, padding=1)
     min_p = _column([p.min_p for p in params], rows_padded, np.float32)
     filtered = (top_k[:count] > 0) | (top_p[:count] < 1) | (min_p[:count] > 0)
-    bias_ids, bias_values = _bias(rows, rows_padded)
+    bias_ids, bias_values = _bias(rows, generated, rows_padded)
     history, history_len, prompt_len = _history(rows, rows_padded, max_len)
     low_word = [row.seed & 0xFFFFFFFF for row in rows]
     high_word = [row.seed >> 32 & 0xFFFFFFFF for row in rows]
@@ -104,7 +109,7 @@ def make_sampling_batch(rows: SequenceOf[Sequence], *, rows_padded: int, max_len
         frequency=_column([p.frequency_penalty for p in params], rows_padded, np.float32),
         repetition=_column([p.repetition_penalty for p in params], rows_padded, np.float32, padding=1),
         seed=np.stack([_column(words, rows_padded, np.uint32) for words in (low_word, high_word)], axis=1),
-        draw=_column([len(row.output_ids) for row in rows], rows_padded, np.int32),
+        draw=_column(generated, rows_padded, np.int32),
         bias_ids=bias_ids,
         bias_values=bias_values,
         history=history,
@@ -112,7 +117,7 @@ def make_sampling_batch(rows: SequenceOf[Sequence], *, rows_padded: int, max_len
         prompt_len=prompt_len,
         any_random=np.asarray(random.any()),
         any_filter=np.asarray((random & filtered).any()),
-        any_penalty=np.asarray(any(_penalises(p) for p in params)),
+        any_penalty=np.asarray(any(p.penalises for p in params)),
         any_bias=np.asarray(bias_values.any()),
         any_logprobs=np.asarray(any(p.logprobs is not None for p in params)),
     )
@@ -123,9 +128,9 @@ def is_plain(batch: SamplingBatch) -> bool:
     return not (batch.any_random or batch.any_penalty or batch.any_bias or batch.any_logprobs)
 
 
-def _takes_the_best(row: Sequence) -> bool:
+def _takes_the_best(row: Sequence, generated: int) -> bool:
     params = row.sampling
-    changed = params.logit_bias or _penalises(params) or len(row.output_ids) < params.min_tokens
+    changed = params.logit_bias or params.penalises or generated < params.min_tokens
     return not changed and params.temperature < _GREEDY_BELOW and params.logprobs is None
 
 
@@ -142,23 +147,19 @@ def _temperature(params: SamplingParams) -> float:
     return 0.0 if params.temperature < _GREEDY_BELOW else max(params.temperature, _COLDEST)
 
 
-def _penalises(params: SamplingParams) -> bool:
-    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-
-
 def _column(values: SequenceOf[float], rows_padded: int, dtype: type, *, padding: float = 0) -> np.ndarray:
     column = np.full(rows_padded, padding, dtype)
     column[: len(values)] = values
     return column
 
 
-def _bias(rows: SequenceOf[Sequence], rows_padded: int) -> tuple[np.ndarray, np.ndarray]:
+def _bias(rows: SequenceOf[Sequence], generated: SequenceOf[int], rows_padded: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids i32[B, E] and what is added to their logits, f32[B, E]; read-only where no row has any."""
     entries = []
-    for place, row in enumerate(rows):
+    for place, (row, tokens) in enumerate(zip(rows, generated, strict=True)):
         bias = row.sampling.logit_bias
         ids, values = list(bias), list(bias.values())
-        if len(row.output_ids) < row.sampling.min_tokens:
+        if tokens < row.sampling.min_tokens:
             ids += row.suppressed_ids
             values += [-np.inf] * len(row.suppressed_ids)
         if ids:
@@ -177,7 +178,7 @@ def _history(rows: SequenceOf[Sequence], rows_padded: int, max_len: int) -> tupl
     """Tokens i32[B, S] of the rows with penalties, how many there are, i32[B], and of these the prompt's, i32[B]."""
     history_len = np.zeros(rows_padded, np.int32)
     prompt_len = np.zeros(rows_padded, np.int32)
-    penalised = [(place, row) for place, row in enumerate(rows) if _penalises(row.sampling)]
+    penalised = [(place, row) for place, row in enumerate(rows) if row.sampling.penalises]
     if not penalised:
         return _zeros(rows_padded, max_len, np.int32), history_len, prompt_len
     history = np.zeros((rows_padded, max_len), np.int32)

@@ -139,6 +139,36 @@ class Scheduler:
         self._admit(rows, budget)
         return StepPlan(sorted(rows.values(), key=lambda row: not row.decode))
 
+    def schedule_ahead(self, under_way: StepPlan) -> StepPlan:
+        """Plans the step after one that is under way, before what that draws is known.
+
+        Only a step of decode rows of those that now draw can be planned so: nobody may begin, go on with a prompt, lack
+        pages or have to be looked at before the next draw. Who may end with the step under way is a row all the same.
+
+        Returns:
+            Rows; none where the step has to be planned when the one under way has ended.
+
+        Mutates:
+            pages: each row has one for its token.
+        """
+        drawing = {row.sequence.seq_id: row for row in under_way.rows if row.samples}
+        rows = []
+        for seq in self._running:
+            row = drawing.get(seq.seq_id)
+            if row is None or seq.sampling.penalises:
+                return StepPlan(())
+            end = row.start + row.count
+            if end - len(seq.prompt_ids) + 1 < (seq.sampling.max_tokens or 0):
+                rows.append(Row(seq, end, 1, decode=True, samples=True))
+        if self._waiting and (len(rows) < self.config.max_num_seqs or self._outranks_last(self._waiting[0])):
+            return StepPlan(())
+        for row in rows:
+            kv = _handle(row.sequence)
+            if self._kv.lack(kv, row.start + 1) is not None:
+                return StepPlan(())
+            self._kv.extend(kv, row.start + 1)
+        return StepPlan(rows, ahead=True)
+
     def complete(self, plan: StepPlan, results: SequenceOf[RowResult]) -> list[tuple[Row, RowResult]]:
         """Books the results of a step: computed tokens and the tokens drawn. Full pages are written to the pool.
 

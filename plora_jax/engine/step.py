@@ -1,7 +1,8 @@
 """One step of the engine as a pure function: model, strategies and sampling, compiled once a bucket.
 
-`step(params, pool, adapters, kv, parcels) -> (kv, result)`: KV pages are donated and updated in place; base
-weights, adapter pages and the pool are read. The whole step runs inside one shard_map over the mesh axis `tensor`:
+`step(params, pool, adapters, kv, drawn, parcels) -> (kv, result)`: KV pages are donated and updated in place; base
+weights, adapter pages and the pool are read, and the tokens that the last step drew, so that a step can be begun before
+the host has seen them. The whole step runs inside one shard_map over the mesh axis `tensor`:
 every shard runs the same code on its own heads, widths and pages, and reductions are explicit.
 """
 
@@ -51,7 +52,8 @@ class StepResult(NamedTuple):
     """What comes back to the host.
 
     Attributes:
-        sampled: what was drawn; the token is OVERFLOWED where the row has no finite logits to draw from.
+        sampled: what was drawn; the token is OVERFLOWED where the row has no finite logits to draw from. There are
+            tokens for the most rows of any bucket, so that every bucket can take them.
         prompt: scores of prompt tokens.
     """
 
@@ -66,12 +68,14 @@ class StepSetting(NamedTuple):
         layout: of pages.
         max_rank: most rank components of an adapter on one pool device; 0 serves the base model only.
         kernels: implementations, on the device and near the data.
+        width: W, decode rows of the widest bucket.
         near: something computes near the data; without it the program has no part there.
     """
 
     layout: PageLayout
     max_rank: int
     kernels: Kernels
+    width: int
     near: bool = True
 
     @property
@@ -289,6 +293,20 @@ class PagedContext:
         return [phase for phase in phases if phase[1].start < phase[1].stop]
 
 
+def known_tokens(tokens: StepTokens, drawn: jax.Array) -> StepTokens:
+    """Has rows whose token the last step drew take it.
+
+    Args:
+        tokens: of a step.
+        drawn: i32[W], the last step's; one that is OVERFLOWED counts as 0, as nobody looks at its row any more.
+    """
+    at_D = tokens.drawn_at
+    taken_D = jnp.maximum(drawn.at[jnp.maximum(at_D, 0)].get(mode="promise_in_bounds"), 0)
+    rows = at_D.shape[0]
+    decode_D = jnp.where(at_D >= 0, taken_D, tokens.tokens[:rows])
+    return tokens._replace(tokens=jnp.concatenate([decode_D, tokens.tokens[rows:]]))
+
+
 def make_step(
     decoder: Decoder,
     dtype: Any,
@@ -309,7 +327,7 @@ def make_step(
         param_specs: how the parameter tree lies over the mesh.
 
     Returns:
-        A function (params, pool, adapters, kv, parcels) -> (kv, StepResult), to be jitted with `kv` donated.
+        A function (params, pool, adapters, kv, drawn, parcels) -> (kv, StepResult), to be jitted with `kv` donated.
     """
 
     def step(
@@ -317,10 +335,12 @@ def make_step(
         pool: jax.Array,
         adapters: jax.Array,
         kv: jax.Array,
+        drawn: jax.Array,
         parcels: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, StepResult]:
         with jax.named_scope(scopes.INPUTS):
             inputs = open_parcels(parcels, packing, near=setting.near)
+            inputs = inputs._replace(tokens=known_tokens(inputs.tokens, drawn))
         context = PagedContext(decoder, inputs, pool, adapters, setting=setting)
         tokens = inputs.tokens
         with jax.named_scope(scopes.EMBED):
@@ -333,6 +353,7 @@ def make_step(
         with jax.named_scope(scopes.SAMPLE):
             sampled = sample(logits, inputs.sampling)
             token_ids = jnp.where(context.is_finite(rows, logits), sampled.token_ids, OVERFLOWED)
+            token_ids = jnp.pad(token_ids, (0, setting.width - len(token_ids)))
             sampled = sampled._replace(token_ids=token_ids)
         prompt = _prompt_logprobs(decoder, params, hidden[tokens.decode.positions.shape[0] :], inputs, context)
         return kv, StepResult(sampled, prompt)
@@ -341,7 +362,7 @@ def make_step(
     return jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(param_specs, sharded, sharded, sharded, whole),
+        in_specs=(param_specs, sharded, sharded, sharded, whole, whole),
         out_specs=(sharded, whole),
         check_vma=False,
     )

@@ -101,6 +101,7 @@ class FakeExecutor:
         self._config, self.draw = config, draw
         self.memory = FakeMemory(config.page_tokens)
         self.plans: list[StepPlan] = []
+        self._begun: StepPlan | None = None
         self.fail_with: Exception | None = None
         self.before_step: Callable[[StepPlan], None] = lambda plan: None
         self.meanwhile: Callable[[], None] = lambda: None
@@ -108,7 +109,23 @@ class FakeExecutor:
         self.max_prefill_tokens = config.max_prefill_tokens
         self.prefill_block = config.prefill_block
 
+    def begin(self, plan: StepPlan) -> bool:
+        assert plan.ahead
+        assert self._begun is None, "one step is begun already"
+        assert self.plans, "no step is under way"
+        drawing = {row.sequence.seq_id: row for row in self.plans[-1].rows if row.samples}
+        for row in plan.rows:
+            before = drawing[row.sequence.seq_id]
+            assert row.start == before.start + before.count
+            assert row.sequence.kv is not None
+            page = row.sequence.kv.device_table()[row.start // self._config.page_tokens]
+            assert page != ABSENT, "a step that was begun writes to a page that is not there"
+        self._begun = plan
+        return True
+
     def execute(self, plan: StepPlan) -> list[RowResult]:
+        assert plan.ahead == (self._begun is plan)
+        self._begun = None
         self.before_step(plan)
         if self.fail_with is not None:
             raise self.fail_with
@@ -128,10 +145,13 @@ class FakeExecutor:
 
     def _run(self, row: Row) -> RowResult:
         seq, size = row.sequence, self._config.page_tokens
+        if seq.kv is None:  # It ended with the step before, which was under way when this one was begun.
+            return RowResult(VOCAB, None, ())
         assert row.start == seq.computed
         assert row.count >= 1
         assert seq.kv is not None
-        assert len(seq.kv.device_table()) == len(seq.kv.pool_table()) <= -(-seq.num_tokens // size)
+        most = seq.num_tokens + 1  # The step after this one may have been planned.
+        assert len(seq.kv.device_table()) == len(seq.kv.pool_table()) <= -(-most // size)
         assert row.decode == (bool(seq.output_ids) and row.start == seq.num_tokens - 1)
         assert row.samples == (row.start + row.count == seq.num_tokens)
         device, pool = seq.kv.device_table().tolist(), seq.kv.pool_table().tolist()

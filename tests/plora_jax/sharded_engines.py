@@ -100,7 +100,7 @@ def run(case: Case) -> dict:
         rounds[f"{lora} {attention}"] = serve(built, engine, watcher, names, prompt=2)
     mix(built, engine, names, turn=0)
     rounds["mixed mixed"] = serve(built, engine, watcher, names, prompt=3)
-    found |= {"rounds": rounds, "fallbacks": adapters.fallbacks}
+    found |= {"rounds": rounds, "fallbacks": adapters.fallbacks, "ahead": serve_ahead(built)}
     if case.audited:
         found["audit"] = audit(built, names)
         found["control"] = control_bytes(built)
@@ -129,6 +129,19 @@ def serve(built: Deployment, engine: Engine, watcher: Watcher, loaded: list[str]
     wrong = [name or "base" for name, g, (c,) in pairs if list(c.token_ids) != g[f"greedy_{prompt}"].tolist()]
     moved = attention_bytes(built) - before
     return {"wrong": wrong, "lora": sorted(watcher.strategies), "attention": sorted(moved)}
+
+
+def serve_ahead(built: Deployment) -> dict:
+    """The base model's prompts, with steps begun ahead: wrong tokens, and how many steps were begun so."""
+    known, engine = golden(None, built.config.model.rpartition("/")[2]), engine_over(built, built.executor, chunk=16)
+    engine._loop._may_run_ahead = lambda: True
+    begin, begun = built.executor.begin, []
+    built.executor.begin = lambda plan: begun.append(plan) or begin(plan)
+    asked = [engine.submit(known[f"prompt_{prompt}"].tolist(), GREEDY) for prompt in (2, 3)]
+    found = {prompt: list(generation.collect()[0].token_ids) for prompt, generation in zip((2, 3), asked, strict=True)}
+    del built.executor.begin
+    wrong = [prompt for prompt, tokens in found.items() if tokens != known[f"greedy_{prompt}"].tolist()]
+    return {"wrong": wrong, "begun": len(begun)}
 
 
 def attention_bytes(built: Deployment) -> Counter:
@@ -184,7 +197,7 @@ def control_bytes(built: Deployment) -> list[tuple[int, int]]:
             param_specs=executor.param_specs,
         )
         args = executor.abstract_args(empty, program.packing)
-        counted = AuditedProgram(step, *args, control_args=[4]).count(program.traffic.loop_counts(empty.use))
+        counted = AuditedProgram(step, *args, control_args=[5]).count(program.traffic.loop_counts(empty.use))
         pairs.append((told_control(built) - before, counted.to_pool))
     return pairs
 

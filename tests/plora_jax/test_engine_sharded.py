@@ -67,6 +67,8 @@ def test_engine_over_shards_gives_the_golden_tokens_by_every_strategy_forced_and
         lora, attention = forced.split()
         assert outcome == {"wrong": [], "lora": [lora], "attention": [attention]}, forced
     assert sorted(forced.split()[0] for forced in rounds) == sorted(STRATEGIES * (2 if name == "llama 8" else 1))
+    assert case["ahead"]["wrong"] == []
+    assert case["ahead"]["begun"] > 5
 
 
 @pytest.mark.slow

@@ -37,10 +37,10 @@ class Break:
             self._break(executor, program)
 
     def _break(self, executor, program):
-        def run(params, pool, adapters, kv, parcels):
+        def run(params, pool, adapters, kv, drawn, parcels):
             self.steps += 1
             if self.steps < self._when or not self.bad():
-                return program.run(params, pool, adapters, kv, parcels)
+                return program.run(params, pool, adapters, kv, drawn, parcels)
             self.failed += 1
             if self._takes != "nothing":
                 kv.delete()
