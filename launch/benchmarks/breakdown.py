@@ -14,7 +14,7 @@ from launch.benchmarks.step_parts import HOST, OUTSIDE, part_of
 from launch.benchmarks.step_work import PlannedStep, StepModel, mean_work
 from launch.benchmarks.trace_events import Event, Segment, divide, find_trace, innermost, operation_names, read_threads
 from plora_jax.engine import annotations
-from plora_jax.engine.batch import Bucket, pick_bucket
+from plora_jax.engine.buckets import Bucket, pick_bucket
 
 SHOWN_SHARE = 0.05
 """Parts of a step from this share on have a line of their own."""

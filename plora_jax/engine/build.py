@@ -27,7 +27,7 @@ from memory_pool.probe import ProbeReport, probe
 from plora_jax.adapters import Adapter, load_adapter
 from plora_jax.checkpoints import find_model, load_config, numpy_dtype, resolve_dtype
 from plora_jax.config import ModelConfig
-from plora_jax.engine.batch import PREFILL_BLOCK
+from plora_jax.engine.buckets import PREFILL_BLOCK
 from plora_jax.engine.budget import SchedulerConfig
 from plora_jax.engine.build_planner import make_planner
 from plora_jax.engine.build_weights import read_weights, served_shapes

@@ -21,7 +21,8 @@ from memory_pool.page_memory import PageMemory
 from plora_jax.config import ModelConfig
 from plora_jax.engine import annotations
 from plora_jax.engine.annotations import annotate
-from plora_jax.engine.batch import PREFILL_BLOCK, BatchBuilder, BatchShape, Bucket, BuiltStep, lattice, pick_bucket
+from plora_jax.engine.batch import BatchBuilder, BuiltStep
+from plora_jax.engine.buckets import PREFILL_BLOCK, BatchShape, Bucket, lattice, pick_bucket
 from plora_jax.engine.kept_programs import KeptPrograms, described
 from plora_jax.engine.near_guard import NearDataGuard
 from plora_jax.engine.outputs import TokenLogprobs

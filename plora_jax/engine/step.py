@@ -20,7 +20,8 @@ from memory_pool.layout import PageLayout
 from memory_pool.link import TENSOR_AXIS
 from memory_pool.near import near_data
 from plora_jax.engine import kv_lanes, lora_lanes
-from plora_jax.engine.batch import LORA_PHASES, PREFILL_BLOCK, StepTokens
+from plora_jax.engine.batch import LORA_PHASES, StepTokens
+from plora_jax.engine.buckets import PREFILL_BLOCK
 from plora_jax.engine.packing import PackedArrays
 from plora_jax.engine.params import MAX_LOGPROBS
 from plora_jax.engine.sampling import SampledRows, SamplingBatch, sample, token_logprobs

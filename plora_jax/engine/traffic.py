@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from memory_pool.adapter_pool import PlacedAdapter
 from memory_pool.layout import PageLayout
 from plora_jax.config import ModelConfig
-from plora_jax.engine.batch import PREFILL_BLOCK, BatchShape, Bucket, StepUse
+from plora_jax.engine.batch import StepUse
+from plora_jax.engine.buckets import PREFILL_BLOCK, BatchShape, Bucket
 from plora_jax.engine.kv_lanes import KvPacker
 from plora_jax.engine.lora_lanes import AdapterUse
 from strategies import outer_traffic, traffic

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from memory_pool.link import TENSOR_AXIS
 from plora_jax.adapters import load_adapter
 from plora_jax.engine import Engine, SamplingParams
-from plora_jax.engine.batch import pick_bucket
+from plora_jax.engine.buckets import pick_bucket
 from plora_jax.engine.build import Deployment, EngineConfig, build_engine
 from plora_jax.engine.plan import RowResult, StepPlan
 from plora_jax.engine.step import PagedContext, open_parcels

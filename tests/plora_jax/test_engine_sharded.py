@@ -19,7 +19,8 @@ import pytest
 from memory_pool import adapter_streams
 from memory_pool.adapter_pool import PlacedAdapter
 from plora_jax.checkpoints import load_config
-from plora_jax.engine.batch import LORA_PHASES, BatchShape, Bucket, StepUse
+from plora_jax.engine.batch import LORA_PHASES, StepUse
+from plora_jax.engine.buckets import BatchShape, Bucket
 from plora_jax.engine.build import EngineConfig, build_engine, page_layout
 from plora_jax.engine.lora_lanes import AdapterUse
 from plora_jax.engine.traffic import LAYER_GROUPS, StepTraffic

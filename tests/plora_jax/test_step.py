@@ -6,7 +6,7 @@ import pytest
 
 from memory_pool.auditing import AuditedProgram
 from plora_jax.engine import SamplingParams
-from plora_jax.engine.batch import pick_bucket
+from plora_jax.engine.buckets import pick_bucket
 from plora_jax.engine.plan import StepPlan
 from plora_jax.engine.step import make_step
 from tests.plora_jax.conformance import PACK, deploy, engine_over, golden
