@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from memory_pool.adapter_entry import Needs
-from strategies import distributed, fetch, local, near_data, resident, split, traffic
+from strategies import distributed, fetch, kv_traffic, local, near_data, resident, split, traffic
 from strategies.paged_attention import Partial
 
 
@@ -39,7 +39,7 @@ class AttentionStrategy(NamedTuple):
     """
 
     add: Callable[..., Partial]
-    traffic: Callable[[traffic.KvBucket, traffic.KvUse], list[traffic.Bytes]]
+    traffic: Callable[[kv_traffic.KvBucket, kv_traffic.KvUse], list[traffic.Bytes]]
     computes_near: bool
 
 
@@ -50,6 +50,6 @@ LORA = {
     "split": LoraStrategy(split.add, Needs(False, True), traffic.split, True),
 }
 ATTENTION = {
-    "local": AttentionStrategy(local.add, traffic.local, False),
-    "distributed": AttentionStrategy(distributed.add, traffic.distributed, True),
+    "local": AttentionStrategy(local.add, kv_traffic.local, False),
+    "distributed": AttentionStrategy(distributed.add, kv_traffic.distributed, True),
 }

@@ -1,4 +1,4 @@
-"""What each strategy moves over the link in a step: closed formulas, for the ledger.
+"""What each LoRA strategy moves over the link in a step: closed formulas, for the ledger.
 
 The formulas know the sizes of a compiled bucket and what the host knows of the step's lanes; they do not look at the
 program. The audit (`memory_pool.auditing`) counts the same program independently, and a test holds the two together.
@@ -10,9 +10,6 @@ of exactly these tokens and ranks would need (b tokens of an adapter, I and O of
     fetch       A and B of each adapter once                              r (I + O)
     near_data   x once an input group and stripe, y once a stripe         S b I to the pool, S b O back
     split       x the same; each component of m comes from one stripe     S b I to the pool, b r back
-    local       pages that are not on the device, each once               2 K G H a page and layer
-    distributed q to each pool device that holds pages of its sequence;   heads H to the pool; heads (H + max and sum)
-                from each the output, maximum and sum                     back
 
 S is 1 for adapters that are pinned to a pool device. With tensor parallelism each shard moves its own, so everything
 is multiplied by the number of shards, and I, O, K and heads are those of one.
@@ -31,7 +28,6 @@ from memory_pool.adapter_entry import PlacedAdapter
 from memory_pool.layout import PageLayout
 from memory_pool.ledger import Crossing, Direction, LinkBytes
 from strategies.fetch import chunk_scope
-from strategies.lanes import SCRATCH_PAGES
 from strategies.low_rank import CHUNK_ROWS
 
 Bytes = tuple[Crossing, LinkBytes]
@@ -193,8 +189,8 @@ def fetch(bucket: LoraBucket, use: LoraUse) -> list[Bytes]:
     moved = int(chunks_P @ bucket.component_numbers) * CHUNK_ROWS * layers * bucket.item
     calls = 2 * int(chunks_P.sum()) * layers
     return [
-        _bytes("adapter", "fetch", "to_device", bucket.phase, moved, use.facts.numbers * bucket.item),
-        _control("fetch", bucket.phase, 2 * WORD * calls * bucket.shards),
+        crossed("adapter", "fetch", "to_device", bucket.phase, moved, use.facts.numbers * bucket.item),
+        control("fetch", bucket.phase, 2 * WORD * calls * bucket.shards),
     ]
 
 
@@ -204,8 +200,8 @@ def near_data(bucket: LoraBucket, use: LoraUse) -> list[Bytes]:
     changed = bucket.changed(use.facts.totals)
     return [
         _inputs("near_data", bucket, use, changed),
-        _bytes("activation", "near_data", "to_device", bucket.phase, bucket.y_bytes(changed), y),
-        _control("near_data", bucket.phase, bucket.call_bytes(changed)),
+        crossed("activation", "near_data", "to_device", bucket.phase, bucket.y_bytes(changed), y),
+        control("near_data", bucket.phase, bucket.call_bytes(changed)),
     ]
 
 
@@ -215,8 +211,8 @@ def split(bucket: LoraBucket, use: LoraUse) -> list[Bytes]:
     changed = bucket.changed(use.facts.totals)
     return [
         _inputs("split", bucket, use, changed),
-        _bytes("activation", "split", "to_device", bucket.phase, bucket.m_bytes(changed), m),
-        _control("split", bucket.phase, bucket.call_bytes(changed)),
+        crossed("activation", "split", "to_device", bucket.phase, bucket.m_bytes(changed), m),
+        control("split", bucket.phase, bucket.call_bytes(changed)),
     ]
 
 
@@ -234,7 +230,7 @@ def lora_tables(bucket: LoraBucket, strategy: str, use: LoraUse | None) -> Bytes
         per_adapter = names * (bucket.stripes + bucket.layout.num_layers)
         used += int(np.sum(use.tokens)) + len(use.tokens) * per_adapter + use.facts.pages
     moved = WORD * bucket.shards * bucket.table_words
-    return _bytes("control", strategy, "to_pool", bucket.phase, moved, WORD * bucket.shards * used)
+    return crossed("control", strategy, "to_pool", bucket.phase, moved, WORD * bucket.shards * used)
 
 
 def lora_loop_counts(bucket: LoraBucket, use: Mapping[str, LoraUse]) -> dict[str, int]:
@@ -276,127 +272,16 @@ def chunks(totals_SJ: np.ndarray) -> np.ndarray:
     return -(-totals_SJ // CHUNK_ROWS)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class KvBucket:
-    """Sizes of one phase's attention in a compiled program.
-
-    Attributes:
-        phase: first part of the strategies' names in the trace.
-        groups: N.
-        queries: Q, of a group.
-        heads: query heads of one shard.
-        layout: of pages, of one shard.
-        table_pages: M, pages of a table.
-        stream_pages: entries of the stream, a multiple of SCRATCH_PAGES.
-        pool_devices: D.
-        shards: of the mesh axis `tensor`.
-    """
-
-    phase: str
-    groups: int
-    queries: int
-    heads: int
-    layout: PageLayout
-    table_pages: int
-    stream_pages: int
-    pool_devices: int = 1
-    shards: int = 1
-
-    @functools.cached_property
-    def item(self) -> int:
-        """Bytes of a number, all shards together."""
-        return self.shards * self.layout.dtype.itemsize
-
-    @functools.cached_property
-    def head_layers(self) -> int:
-        """Heads of one query in all layers, on one shard."""
-        return self.heads * self.layout.num_layers
-
-    @functools.cached_property
-    def round_bytes(self) -> int:
-        """Pages of one round in all layers."""
-        return SCRATCH_PAGES * self.layout.page_bytes * self.shards
-
-
-class KvUse(NamedTuple):
-    """What the host knows of a step's attention.
-
-    Attributes:
-        rounds: of SCRATCH_PAGES streamed pages; 0 when none is missing.
-        streamed_pages: pages in them, each once however many sequences read it.
-        near_queries: [D], queries that are attended near the data, by pool device that holds pages of theirs.
-    """
-
-    rounds: int = 0
-    streamed_pages: int = 0
-    near_queries: Sequence[int] = ()
-
-    @property
-    def any(self) -> bool:
-        """Whether pages are streamed or attended near the data."""
-        return bool(self.rounds) or any(self.near_queries)
-
-
-def local(bucket: KvBucket, use: KvUse) -> list[Bytes]:
-    """Rounds of pages to the device."""
-    if not use.rounds:
-        return []
-    useful = use.streamed_pages * bucket.layout.page_bytes * bucket.shards
-    calls = use.rounds * bucket.layout.num_layers
-    return [
-        _bytes("kv", "local", "to_device", bucket.phase, use.rounds * bucket.round_bytes, useful),
-        _control("local", bucket.phase, 2 * WORD * calls * bucket.shards),
-    ]
-
-
-def distributed(bucket: KvBucket, use: KvUse) -> list[Bytes]:
-    """Queries to the pool, partial results back."""
-    if not any(use.near_queries):
-        return []
-    rows = bucket.pool_devices * bucket.groups * bucket.queries * bucket.head_layers
-    useful_rows = sum(use.near_queries) * bucket.head_layers
-    q_bytes = bucket.layout.head_dim * bucket.item
-    back_bytes = q_bytes + 2 * WORD * bucket.shards
-    phase = bucket.phase
-    return [
-        _bytes("activation", "distributed", "to_pool", phase, rows * q_bytes, useful_rows * q_bytes),
-        _bytes("activation", "distributed", "to_device", phase, rows * back_bytes, useful_rows * back_bytes),
-        _control("distributed", phase, 2 * WORD * bucket.layout.num_layers * bucket.shards),
-    ]
-
-
-def kv_tables(bucket: KvBucket, *, streamed_pages: int, near_pages: int) -> list[Bytes]:
-    """Page tables and positions to the pool; they go there in each step.
-
-    Args:
-        bucket: sizes.
-        streamed_pages: entries of the stream in use.
-        near_pages: entries in use of the tables of pages that are attended near the data.
-    """
-    word = WORD * bucket.shards
-    positions = bucket.groups * bucket.queries + 2
-    tables = bucket.pool_devices * bucket.groups * bucket.table_pages
-    used = near_pages + positions if near_pages else 0
-    phase = bucket.phase
-    return [
-        _bytes("control", "local", "to_pool", phase, word * bucket.stream_pages, word * streamed_pages),
-        _bytes("control", "distributed", "to_pool", phase, word * (tables + positions), word * used),
-    ]
-
-
-def kv_loop_counts(bucket: KvBucket, use: KvUse) -> dict[str, int]:
-    """How often what is data in a program runs, for `audit`."""
-    return {f"{bucket.phase}.local": use.rounds, f"{bucket.phase}.distributed": int(any(use.near_queries))}
-
-
 def _inputs(strategy: str, bucket: LoraBucket, use: LoraUse, changed: Groups) -> Bytes:
     useful = int(np.dot(use.tokens, use.facts.inputs)) * bucket.stripes * bucket.item
-    return _bytes("activation", strategy, "to_pool", bucket.phase, bucket.x_bytes(changed), useful)
+    return crossed("activation", strategy, "to_pool", bucket.phase, bucket.x_bytes(changed), useful)
 
 
-def _control(strategy: str, phase: str, size: int) -> Bytes:
-    return _bytes("control", strategy, "to_pool", phase, size, size)
+def control(strategy: str, phase: str, size: int) -> Bytes:
+    """Tables and numbers of a layer to the pool, all of them of use."""
+    return crossed("control", strategy, "to_pool", phase, size, size)
 
 
-def _bytes(item: str, strategy: str, direction: Direction, phase: str, moved: int, useful: int) -> Bytes:
+def crossed(item: str, strategy: str, direction: Direction, phase: str, moved: int, useful: int) -> Bytes:
+    """Bytes of an object that crossed in one direction."""
     return Crossing(item, strategy, direction, phase), LinkBytes(moved, useful)

@@ -20,9 +20,9 @@ from plora_jax.engine.plan import Row, StepPlan
 from plora_jax.engine.plan import Sequence as PlannedSequence
 from plora_jax.engine.sampling_batch import SamplingBatch, is_plain, make_sampling_batch
 from plora_jax.parallel import EMBEDDING, HEAD
+from strategies.kv_traffic import KvUse
 from strategies.kv_write import KvWrite
 from strategies.lanes import AttentionLane
-from strategies.traffic import KvUse
 
 
 class StepTokens(NamedTuple):

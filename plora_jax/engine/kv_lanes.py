@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from plora_jax.engine.plan import Sequence
+from strategies.kv_traffic import KvUse
 from strategies.lanes import ABSENT, SCRATCH_PAGES, AttentionLane, KvControl, KvLanes
-from strategies.traffic import KvUse
 
 
 class KvShape(NamedTuple):

@@ -15,7 +15,7 @@ from plora_jax.engine.batch import StepUse
 from plora_jax.engine.buckets import PREFILL_BLOCK, BatchShape, Bucket
 from plora_jax.engine.kv_lanes import KvPacker
 from plora_jax.engine.lora_lanes import AdapterUse
-from strategies import outer_traffic, traffic
+from strategies import kv_traffic, outer_traffic, traffic
 from strategies.strategy_table import ATTENTION, LORA
 
 LAYER_GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -87,7 +87,7 @@ class StepTraffic:
             else:
                 counts |= outer_traffic.loop_counts(self._lora[phase], uses)
         for phase, kv in (("decode", use.decode), ("prefill", use.prefill)):
-            counts |= traffic.kv_loop_counts(self._kv[phase], kv)
+            counts |= kv_traffic.kv_loop_counts(self._kv[phase], kv)
         return counts
 
     def _of_lane(self, phase: str, name: str, use: traffic.LoraUse) -> Sequence[traffic.Bytes]:
@@ -126,9 +126,9 @@ class StepTraffic:
             shards=self._shards,
         )
 
-    def _kv_bucket(self, phase: str, groups: int, queries: int, config: ModelConfig) -> traffic.KvBucket:
+    def _kv_bucket(self, phase: str, groups: int, queries: int, config: ModelConfig) -> kv_traffic.KvBucket:
         shape = self._shape.kv(groups, queries)
-        return traffic.KvBucket(
+        return kv_traffic.KvBucket(
             phase=phase,
             groups=groups,
             queries=queries,

@@ -25,8 +25,8 @@ from plora_jax.engine.build import EngineConfig, build_engine, page_layout
 from plora_jax.engine.lora_lanes import AdapterUse
 from plora_jax.engine.traffic import LAYER_GROUPS, StepTraffic
 from plora_jax.parallel import EMBEDDING, HEAD, ROW_PARALLEL, TensorParallel
+from strategies.kv_traffic import KvUse
 from strategies.low_rank import CHUNK_ROWS
-from strategies.traffic import KvUse
 
 ROOT = Path(__file__).parent.parent.parent
 PACK = ROOT / "tests" / "data" / "conformance"

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from memory_pool import link
 from memory_pool.layout import PageLayout
 from memory_pool.raw import raw_dtype
-from strategies import apply, traffic
+from strategies import apply, kv_traffic
 from strategies.kernel_tables import choose_kernels
 from strategies.lanes import ABSENT, SCRATCH_PAGES, AttentionLane, KvControl, KvLanes, Memory
 from strategies.paged_attention import NO_WINDOW, HeadMaths
@@ -48,7 +48,7 @@ class KvCase:
     memory: Memory
     keys: np.ndarray
     values: np.ndarray
-    use: traffic.KvUse
+    use: kv_traffic.KvUse
 
     def want(self, layer: int, shard: int, maths: Maths) -> np.ndarray:
         """[N, Q, heads, H] of one shard in float64."""
@@ -66,8 +66,8 @@ class KvCase:
                 out[n, i, head] = p @ values[seen] / p.sum()
         return out
 
-    def bucket(self, phase: str) -> traffic.KvBucket:
-        return traffic.KvBucket(
+    def bucket(self, phase: str) -> kv_traffic.KvBucket:
+        return kv_traffic.KvBucket(
             phase=phase,
             groups=GROUPS,
             queries=self.q.shape[1],
@@ -144,7 +144,9 @@ def make_case(
         memory=Memory(pool, kv[:, :1], kv),
         keys=keys,
         values=values,
-        use=traffic.KvUse(rounds, len(placed.stream), [int((positions[groups] >= 0).sum()) for groups in in_near_DN]),
+        use=kv_traffic.KvUse(
+            rounds, len(placed.stream), [int((positions[groups] >= 0).sum()) for groups in in_near_DN]
+        ),
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from memory_pool.auditing import audit
 from memory_pool.ledger import Ledger
-from strategies import traffic
+from strategies import kv_traffic, traffic
 from strategies.lanes import ABSENT, BASE
 from strategies.strategy_table import ATTENTION, LORA
 from tests.strategies import kv_rig
@@ -122,11 +122,11 @@ def test_attention_ledger_equals_the_audit(served, phase, queries, pool_devices,
     for strategy in ATTENTION.values():
         ledger.add_all(strategy.traffic(bucket, case.use))
     step = kv_rig.traced("bfloat16", shards, phase)
-    args, counts = kv_rig.shapes(case), traffic.kv_loop_counts(bucket, case.use)
+    args, counts = kv_rig.shapes(case), kv_traffic.kv_loop_counts(bucket, case.use)
     counted = audit(step, *args, loop_counts=counts)
     assert (counted.to_device, counted.to_pool) == (moved(ledger, "to_device"), moved(ledger, "to_pool"))
     near_pages = int((case.control.tables != ABSENT).sum())
-    tables = traffic.kv_tables(bucket, streamed_pages=case.use.streamed_pages, near_pages=near_pages)
+    tables = kv_traffic.kv_tables(bucket, streamed_pages=case.use.streamed_pages, near_pages=near_pages)
     with_tables = audit(step, *args, loop_counts=counts, control_args=(3,))
     assert with_tables.to_pool - counted.to_pool == sum(size.moved for _, size in tables)
     assert all(0 <= size.useful <= size.moved for _, size in tables)

@@ -9,7 +9,7 @@ from memory_pool.adapter_entry import PlacedAdapter
 from memory_pool.adapter_streams import AdapterFacts
 from memory_pool.layout import PageLayout, whole
 from memory_pool.ledger import LinkBytes
-from strategies import traffic
+from strategies import kv_traffic, traffic
 from strategies.cost import (
     KvLoad,
     adapter_features,
@@ -95,7 +95,7 @@ def test_moved_lora_bytes_are_those_of_the_ledger(strategy):
 @pytest.mark.parametrize("strategy", ["local", "distributed"])
 def test_useful_attention_bytes_are_those_of_the_ledger(strategy, pool_devices):
     kv = KvLoad(contexts=np.array([64, 100, 33]), queries=np.array([1, 1, 1]))
-    bucket = traffic.KvBucket(
+    bucket = kv_traffic.KvBucket(
         phase="decode",
         groups=8,
         queries=1,
@@ -105,10 +105,10 @@ def test_useful_attention_bytes_are_those_of_the_ledger(strategy, pool_devices):
         stream_pages=64,
         pool_devices=pool_devices,
     )
-    use = traffic.KvUse(rounds=1, streamed_pages=4 + 7 + 3)
+    use = kv_traffic.KvUse(rounds=1, streamed_pages=4 + 7 + 3)
     if strategy == "distributed":
-        use = traffic.KvUse(near_queries=[3] * pool_devices)
-    ledger = {c.direction: size for c, size in getattr(traffic, strategy)(bucket, use) if c.object != "control"}
+        use = kv_traffic.KvUse(near_queries=[3] * pool_devices)
+    ledger = {c.direction: size for c, size in getattr(kv_traffic, strategy)(bucket, use) if c.object != "control"}
     found = attention_link_bytes(SHAPE, kv, strategy=strategy, pool_devices=pool_devices)
     for way in ("to_pool", "to_device"):
         assert getattr(found, way) == (ledger[way].useful if way in ledger else 0)
