@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from strategies.native import planner_calls
 from strategies.planner.folded import Folded
-
-_ROUNDING_BYTES = 1e-5
-"""Running sums of bytes may be off by this."""
+from strategies.planner.implementation import either
 
 
 class Moves(NamedTuple):
@@ -39,7 +38,7 @@ class Decision:
     def __init__(self, folded: Folded, columns: np.ndarray, *, attention: int, fraction: float) -> None:
         self.folded = folded
         rows = folded.rows
-        self.columns = columns.copy()
+        self.columns = columns.astype(np.int64)
         self.attention = attention
         self.wanted = fraction
         self.loads = folded.base + folded.work[rows, columns].sum(axis=0)
@@ -80,10 +79,9 @@ class Decision:
 
     def overshoot(self, adapter_bytes):
         """Bytes beyond what adapters can have beside the least P; for any shape."""
-        folded = self.folded
-        slack = _ROUNDING_BYTES + 1e-10 * folded.problem.budget_bytes
-        return np.maximum(adapter_bytes - folded.adapter_budget_bytes - slack, 0.0)
+        return np.maximum(adapter_bytes - self.folded.adapter_budget_bytes - self.folded.slack_bytes, 0.0)
 
+    @either(planner_calls.value)
     def value(self) -> float:
         """The objective, as `evaluate` defines it (but for what decides ties)."""
         folded = self.folded

@@ -13,10 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from strategies.native.planner_calls import FoldedView, view_of
 from strategies.planner.problem import DEVICE_RESOURCES, RESOURCES, STRIPED, PlanProblem
 
 _TIE = 1e-9
 """Of the base step: what decides between columns that cost the same (stay, then few bytes)."""
+
+
+_ROUNDING_BYTES = 1e-5
+"""Running sums of bytes may be off by this."""
 
 
 class _Layout(NamedTuple):
@@ -100,6 +105,7 @@ class Folded:
         budget_bytes: for adapters and KV, without the bytes of rows that are not decided.
         adapter_budget_bytes: the most that adapters can have of it.
         adapter_limit_bytes: of the limit for adapters alone; None: there is none.
+        slack_bytes: what running sums of bytes may be off by.
         rest_bytes: of rows that are not decided.
         most_kv: P at most, if there is room.
         keep: [K] places among all of them.
@@ -157,6 +163,7 @@ class Folded:
         if kv.kv_budget_bytes is not None and kv.device_bytes > 0:
             self.most_kv = max(kv.min_fraction, min(1.0, kv.kv_budget_bytes / kv.device_bytes))
         self.adapter_budget_bytes = problem.adapter_budget_bytes - self.rest_bytes
+        self.slack_bytes = _ROUNDING_BYTES + 1e-10 * problem.budget_bytes
         own_limit = kv.adapter_budget_bytes
         self.adapter_limit_bytes = None if own_limit is None else own_limit - self.rest_bytes
 
@@ -193,7 +200,7 @@ class Folded:
         sums[-1] = (at_home @ lowest).reshape(d + 1, f, r)
         loads = layout.places(sums.reshape(len(sums), d + 1, f * r))
         self.keep = _that_matter(loads, layout, s)
-        loads = loads[:, self.keep]
+        loads = np.ascontiguousarray(loads[:, self.keep])
         self.fixed, self.base, self.kv_device, self.kv_pool = loads[:s], loads[s], loads[s + 1], loads[s + 2 : -2]
         self.phase_of = layout.phase[self.keep]
         self.starts = np.searchsorted(self.phase_of, np.arange(f))
@@ -210,6 +217,11 @@ class Folded:
         home = problem.home.take(rows)
         at_home = (np.where(home == STRIPED, d, home) == np.arange(d + 1)[:, None]).astype(float)
         return (at_home @ chosen).reshape(d + 1, f, r)
+
+    @functools.cached_property
+    def view(self) -> FoldedView:
+        """What native functions see of it."""
+        return view_of(self)
 
     def fraction(self, adapter_bytes, wanted: float):
         """P beside adapters of so many bytes, `wanted` at most; for any shape."""

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from strategies.native import planner_calls
 from strategies.planner.decision import Decision, Moves
 from strategies.planner.folded import Folded
+from strategies.planner.implementation import either
 from strategies.planner.improve import best_fraction, make_fit, single_moves
 from strategies.planner.prices import Node, Prices, Shares
 
@@ -49,7 +51,7 @@ def rounded(folded: Folded, node: Node, relaxed: Shares, total: np.ndarray, *, b
     for sharpness in _LEVELS:
         if worth(best) <= bound_s * (1 + ENOUGH):
             break
-        _level(best, relaxed, usable, sharpness=sharpness, byte_s=byte_s)
+        level(best, relaxed, usable, sharpness=sharpness, byte_s=byte_s)
     make_fit(best, total - prices.adapter_byte * folded.bytes)
     if best.value() > bound_s * (1 + ENOUGH):
         mend(best, usable)
@@ -72,7 +74,8 @@ def _shares(total: np.ndarray, prices: Prices) -> np.ndarray:
     return shares / shares.sum(axis=1, keepdims=True)
 
 
-def _level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: float, byte_s: float) -> None:
+@either(planner_calls.level)
+def level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: float, byte_s: float) -> None:
     """Moves adapters that are near a tie away from what the decision loads more than the relaxation did."""
     folded, rows, prices = decision.folded, decision.folded.rows, relaxed.prices
     over = decision.fraction < relaxed.fraction or not decision.fits

@@ -1,0 +1,162 @@
+"""The planner's native functions, by ctypes: no other thread waits for Python while they run.
+
+They see the arrays of a problem (`FoldedView`) and of a decision (`DecisionView`) where these are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strategies.native import build
+
+if TYPE_CHECKING:
+    from strategies.planner.decision import Decision
+    from strategies.planner.folded import Folded
+    from strategies.planner.prices import Shares
+    from strategies.planner.relaxation import Relaxation
+
+_INT, _DOUBLE, _ARRAY = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+class FoldedView(ctypes.Structure):
+    """`Folded` of planner_decision.h; keeps the arrays alive that it points to."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("rows", "columns", "places", "phases", "kv_first", "kv_end")),
+        *((name, _ARRAY) for name in ("work", "own", "bytes", "active", "fixed", "fixed_serial", "starts")),
+        *((name, _ARRAY) for name in ("kv_device", "kv_pool", "kv_serial")),
+        ("attentions", _INT),
+        *((name, _DOUBLE) for name in ("budget", "adapter_budget", "slack", "kv_bytes", "kv_move_s")),
+        *((name, _DOUBLE) for name in ("current_fraction", "min_fraction", "most_fraction")),
+    )
+
+
+class DecisionView(ctypes.Structure):
+    """`Decision` of planner_decision.h."""
+
+    _fields_ = (
+        *((name, _ARRAY) for name in ("columns", "loads", "count")),
+        ("attention", _INT),
+        *((name, _DOUBLE) for name in ("wanted", "own", "bytes")),
+    )
+
+
+_VIEWS = (ctypes.POINTER(FoldedView), ctypes.POINTER(DecisionView))
+_ARGUMENTS = {
+    "relaxation": (_INT, _INT, _INT, *5 * (_ARRAY,), _DOUBLE, _INT, _ARRAY, _ARRAY, ctypes.POINTER(_DOUBLE)),
+    "value": _VIEWS,
+    "best_fraction": (*_VIEWS, _DOUBLE),
+    "single_moves": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _INT),
+    "exchanges": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _INT),
+    "walk": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _ARRAY, _INT, _DOUBLE),
+    "level": (*_VIEWS, _ARRAY, _ARRAY, *4 * (_DOUBLE,)),
+}
+_RESULTS = {"relaxation": _INT, "value": _DOUBLE}
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., Any]:
+    function = build.function(f"plora_plan_{name}")
+    function.argtypes, function.restype = _ARGUMENTS[name], _RESULTS.get(name)
+    return function
+
+
+def view_of(folded: Folded) -> FoldedView:
+    """What native functions see of a problem."""
+    problem, kv = folded.problem, folded.problem.kv
+    m, s, k = folded.work.shape
+    view = FoldedView(
+        rows=m,
+        columns=s,
+        places=k,
+        phases=len(folded.starts),
+        kv_first=folded.kv_places.start,
+        kv_end=folded.kv_places.stop,
+        attentions=len(kv.strategies),
+        budget=folded.budget_bytes,
+        adapter_budget=folded.adapter_budget_bytes,
+        slack=folded.slack_bytes,
+        kv_bytes=kv.device_bytes,
+        kv_move_s=kv.move_s,
+        current_fraction=kv.current_fraction,
+        min_fraction=kv.min_fraction,
+        most_fraction=folded.most_kv,
+    )
+    doubles = ["work", "own", "bytes", "kv_device", "kv_pool"] + ["fixed", "fixed_serial"] * folded.has_fixed
+    view.arrays = [
+        np.ascontiguousarray(array, kind)
+        for array, kind in (
+            *((getattr(folded, name), np.float64) for name in doubles),
+            (problem.kv.pool_serial_s, np.float64),
+            (folded.active, np.bool_),
+            (folded.starts, np.int64),
+        )
+    ]
+    for name, array in zip((*doubles, "kv_serial", "active", "starts"), view.arrays, strict=True):
+        setattr(view, name, array.ctypes.data)
+    return view
+
+
+def _of(decision: Decision) -> DecisionView:
+    arrays = decision.columns, decision.loads, decision.count
+    scalars = decision.attention, decision.wanted, decision.own, decision.bytes
+    return DecisionView(*(array.ctypes.data for array in arrays), *scalars)
+
+
+def _change(name: str, decision: Decision, *arguments: float) -> None:
+    """Calls a function that changes a decision."""
+    view = _of(decision)
+    _function(name)(decision.folded.view, view, *arguments)
+    decision.attention, decision.wanted = view.attention, view.wanted
+    decision.own, decision.bytes = view.own, view.bytes
+
+
+def value(decision: Decision) -> float:
+    """As Decision.value."""
+    return decision.folded.serial_s + _function("value")(decision.folded.view, _of(decision))
+
+
+def best_fraction(decision: Decision, most: float) -> None:
+    """As strategies.planner.improve.fraction_up_to."""
+    _change("best_fraction", decision, most)
+
+
+def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
+    """As strategies.planner.improve.single_moves."""
+    rows = np.ascontiguousarray(rows, np.int64)
+    _change("single_moves", decision, rows.ctypes.data, len(rows), sharpness or 0.0, rounds)
+
+
+def exchanges(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
+    """As strategies.planner.improve.exchanges."""
+    rows = np.ascontiguousarray(rows, np.int64)
+    _change("exchanges", decision, rows.ctypes.data, len(rows), sharpness or 0.0, rounds)
+
+
+def walk(decision: Decision, rows: np.ndarray, barred: np.ndarray, *, sharpness: float | None, byte_s: float) -> None:
+    """As strategies.planner.improve.walk."""
+    rows, barred = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(barred, np.int64)
+    steps = len(barred)
+    _change("walk", decision, rows.ctypes.data, len(rows), sharpness or 0.0, barred.ctypes.data, steps, byte_s)
+
+
+def level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: float, byte_s: float) -> None:
+    """As strategies.planner.rounding.level."""
+    prices, total = np.ascontiguousarray(relaxed.prices.places), np.ascontiguousarray(total)
+    byte, fraction = relaxed.prices.adapter_byte, relaxed.fraction
+    _change("level", decision, prices.ctypes.data, total.ctypes.data, byte, fraction, sharpness, byte_s)
+
+
+def relax(relaxation: Relaxation, gap: float, max_steps: int) -> tuple[np.ndarray, np.ndarray, float, int]:
+    """As strategies.planner.relaxation.relax."""
+    arrays = relaxation.rows_work, relaxation.cost, relaxation.allowed, relaxation.phase_of, relaxation.limit
+    shares, prices, softness = np.empty(relaxation.cost.shape), np.empty(len(relaxation.limit)), _DOUBLE()
+    given = (array.ctypes.data for array in arrays)
+    found = shares.ctypes.data, prices.ctypes.data, softness
+    steps = _function("relaxation")(*relaxation.rows_work.shape, *given, gap, max_steps, *found)
+    return shares, prices, softness.value, steps
