@@ -24,7 +24,7 @@ _INT, _DOUBLE, _ARRAY = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
 class FoldedView(ctypes.Structure):
-    """`Folded` of planner_decision.h; keeps the arrays alive that it points to."""
+    """`Folded` of planner_decision.h; `arrays` keeps the arrays alive that it points to."""
 
     _fields_ = (
         *((name, _INT) for name in ("rows", "columns", "places", "phases", "kv_first", "kv_end")),
@@ -49,6 +49,9 @@ class DecisionView(ctypes.Structure):
 _VIEWS = (ctypes.POINTER(FoldedView), ctypes.POINTER(DecisionView))
 _ARGUMENTS = {
     "relaxation": (_INT, _INT, _INT, *5 * (_ARRAY,), _DOUBLE, _INT, _ARRAY, _ARRAY, ctypes.POINTER(_DOUBLE)),
+    "extremes": (*4 * (_INT,), *5 * (_ARRAY,)),
+    "work": (*4 * (_INT,), _ARRAY, _ARRAY, _INT, _ARRAY, _ARRAY),
+    "sums": _VIEWS,
     "value": _VIEWS,
     "best_fraction": (*_VIEWS, _DOUBLE),
     "single_moves": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _INT),
@@ -102,23 +105,57 @@ def view_of(folded: Folded) -> FoldedView:
     return view
 
 
-def _of(decision: Decision) -> DecisionView:
-    arrays = decision.columns, decision.loads, decision.count
-    scalars = decision.attention, decision.wanted, decision.own, decision.bytes
-    return DecisionView(*(array.ctypes.data for array in arrays), *scalars)
+def view_of_decision(decision: Decision) -> DecisionView:
+    """What native functions see of a decision, but for the numbers, which `_seen` brings up to date."""
+    return DecisionView(decision.columns.ctypes.data, decision.loads.ctypes.data, decision.count.ctypes.data)
+
+
+def _seen(decision: Decision) -> DecisionView:
+    view = decision.view
+    view.attention, view.wanted = decision.attention, decision.wanted
+    view.own, view.bytes = decision.own, decision.bytes
+    return view
 
 
 def _change(name: str, decision: Decision, *arguments: float) -> None:
     """Calls a function that changes a decision."""
-    view = _of(decision)
+    view = _seen(decision)
     _function(name)(decision.folded.view, view, *arguments)
     decision.attention, decision.wanted = view.attention, view.wanted
     decision.own, decision.bytes = view.own, view.bytes
 
 
+def extremes(load: np.ndarray, home: np.ndarray, homes: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As strategies.planner.folded.extremes."""
+    sums = np.zeros((2, homes, load.shape[-1]))
+    load, home, allowed = _doubles(load), np.ascontiguousarray(home, np.int64), np.ascontiguousarray(allowed, np.bool_)
+    given = (array.ctypes.data for array in (load, home, allowed, sums[0], sums[1]))
+    _function("extremes")(*load.shape, homes, *given)
+    return sums[0], sums[1]
+
+
+def work_at_places(load: np.ndarray, home: np.ndarray, device: np.ndarray, pool: np.ndarray, here: np.ndarray):
+    """As strategies.planner.folded.work_at_places."""
+    homes, places = here.shape
+    shares = _doubles(device.T + here[..., None] * pool.T)
+    load, home, work = _doubles(load), np.ascontiguousarray(home, np.int64), np.empty((*load.shape[:2], places))
+    given = load.ctypes.data, home.ctypes.data, places, shares.ctypes.data, work.ctypes.data
+    _function("work")(*load.shape, homes, *given)
+    return work
+
+
+def _doubles(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, np.float64)
+
+
+def add_up(decision: Decision) -> None:
+    """As Decision._add_up."""
+    _change("sums", decision)
+
+
 def value(decision: Decision) -> float:
     """As Decision.value."""
-    return decision.folded.serial_s + _function("value")(decision.folded.view, _of(decision))
+    return decision.folded.serial_s + _function("value")(decision.folded.view, _seen(decision))
 
 
 def best_fraction(decision: Decision, most: float) -> None:

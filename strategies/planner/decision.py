@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from strategies.native import planner_calls
+from strategies.native.planner_calls import DecisionView
 from strategies.planner.folded import Folded
 from strategies.planner.implementation import either
 
@@ -37,23 +38,35 @@ class Decision:
 
     def __init__(self, folded: Folded, columns: np.ndarray, *, attention: int, fraction: float) -> None:
         self.folded = folded
-        rows = folded.rows
         self.columns = columns.astype(np.int64)
         self.attention = attention
         self.wanted = fraction
-        self.loads = folded.base + folded.work[rows, columns].sum(axis=0)
-        self.own = float(folded.own[rows, columns].sum())
-        self.bytes = float(folded.bytes[rows, columns].sum())
-        self.count = np.bincount(columns[folded.active], minlength=folded.num_columns)
+        self.loads, self.own, self.bytes = folded.base.copy(), 0.0, 0.0
+        self.count = np.zeros(folded.num_columns, np.int64)
+        self._add_up()
+
+    @either(planner_calls.add_up)
+    def _add_up(self) -> None:
+        folded, at = self.folded, (self.folded.rows, self.columns)
+        self.loads += folded.work[at].sum(axis=0)
+        self.own, self.bytes = float(folded.own[at].sum()), float(folded.bytes[at].sum())
+        self.count += np.bincount(self.columns[folded.active], minlength=folded.num_columns)
+
+    @functools.cached_property
+    def view(self) -> DecisionView:
+        """What native functions see of it: its arrays are changed in place, never replaced."""
+        return planner_calls.view_of_decision(self)
 
     def copy(self) -> Decision:
         other = object.__new__(Decision)
         other.__dict__.update(self.__dict__)
         other.columns, other.loads, other.count = self.columns.copy(), self.loads.copy(), self.count.copy()
+        other.__dict__.pop("view", None)
         return other
 
     def take(self, other: Decision) -> None:
         """Becomes what `other` is; `other` is not used after it."""
+        self.__dict__.pop("view", None)
         self.__dict__.update(other.__dict__)
 
     @property
@@ -160,7 +173,7 @@ class Decision:
         self.own += float((folded.own[rows, columns] - folded.own[rows, before]).sum())
         self.bytes += float((folded.bytes[rows, columns] - folded.bytes[rows, before]).sum())
         s = folded.num_columns
-        self.count = self.count + np.bincount(columns[acting], minlength=s) - np.bincount(before[acting], minlength=s)
+        self.count += np.bincount(columns[acting], minlength=s) - np.bincount(before[acting], minlength=s)
         self.columns[rows] = columns
 
 

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from strategies.native.planner_calls import FoldedView, view_of
+from strategies.native import planner_calls
+from strategies.native.planner_calls import FoldedView
+from strategies.planner.implementation import either
 from strategies.planner.problem import DEVICE_RESOURCES, RESOURCES, STRIPED, PlanProblem
 
 _TIE = 1e-9
@@ -34,7 +36,6 @@ class _Layout(NamedTuple):
             have device resources alone.
         exists: [P] bool; groups without pool resources count on pool device 0 alone.
         phase: [P]; starts: [F], where each begins.
-        apart: no group has resources of both kinds.
     """
 
     device: np.ndarray
@@ -43,7 +44,6 @@ class _Layout(NamedTuple):
     exists: np.ndarray
     phase: np.ndarray
     starts: np.ndarray
-    apart: bool
 
     def places(self, sums: np.ndarray) -> np.ndarray:
         """Sums by home [..., H, F * R] as loads of places [..., P]."""
@@ -51,13 +51,25 @@ class _Layout(NamedTuple):
 
     def work(self, load: np.ndarray, home: np.ndarray, keep: np.ndarray) -> np.ndarray:
         """Loads of rows [M, S, F * R] as loads of some places [M, S, K]."""
-        flat, shape = load.reshape(-1, load.shape[-1]), (*load.shape[:2], len(keep))
-        device, pool = self.device[:, keep], self.pool[:, keep]
-        work = (flat @ (device + pool if self.apart else pool)).reshape(shape)
-        work *= self.here[home[:, None], keep][:, None, :]
-        if not self.apart:
-            work += (flat @ device).reshape(shape)
-        return work
+        return work_at_places(load, home, self.device[:, keep], self.pool[:, keep], self.here[:, keep])
+
+
+@either(planner_calls.work_at_places)
+def work_at_places(
+    load: np.ndarray, home: np.ndarray, device: np.ndarray, pool: np.ndarray, here: np.ndarray
+) -> np.ndarray:
+    """[M, S, K] from loads [M, S, F * R] and the matrices of K places of a `_Layout`."""
+    flat, shape = load.reshape(-1, load.shape[-1]), (*load.shape[:2], here.shape[1])
+    return (flat @ pool).reshape(shape) * here[home][:, None, :] + (flat @ device).reshape(shape)
+
+
+@either(planner_calls.extremes)
+def extremes(load: np.ndarray, home: np.ndarray, homes: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums by home [H, F * R] of the most, and of the least, that rows [M, S, F * R] load in columns that they may have."""
+    at_home = (home == np.arange(homes)[:, None]).astype(float)
+    open_ = allowed[..., None]
+    highest, lowest = (load * open_).max(axis=1), np.where(open_, load, np.inf).min(axis=1)
+    return at_home @ highest, np.where(at_home[..., None] > 0, lowest, 0.0).sum(axis=1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -81,7 +93,6 @@ def _layout(num_phases: int, num_pool: int, groups: tuple[tuple[str, ...], ...],
         np.tile(first | np.tile(in_pool, parts), num_phases),
         np.repeat(np.arange(num_phases), parts * len(groups)),
         np.arange(num_phases) * (parts * len(groups)),
-        not (in_pool & (matrix * on_device).any(axis=0)).any(),
     )
 
 
@@ -181,7 +192,6 @@ class Folded:
         problem, kv = self.problem, self.problem.kv
         s, num_kv, d = self.num_columns, len(kv.strategies), problem.num_pool_devices
         f, r = len(problem.phases), len(RESOURCES)
-        at_home = (self.home == np.arange(d + 1)[:, None]).astype(float)
         sums = np.zeros((s + num_kv + 4, d + 1, f, r))
         sums[:s, d] = problem.fixed_load_s
         by_device = np.swapaxes(problem.base_load_s, 0, 1)
@@ -191,13 +201,8 @@ class Folded:
         sums[s + 1, d, kv.phase, :DEVICE_RESOURCES] = kv.device_load_s[:DEVICE_RESOURCES]
         sums[s + 2 : -2, :d, kv.phase, DEVICE_RESOURCES:] = kv.pool_load_s[..., DEVICE_RESOURCES:]
         sums[s + 2 : -2, 0, kv.phase, :DEVICE_RESOURCES] = kv.pool_load_s[:, 0, :DEVICE_RESOURCES]
-        bounds = ((np.maximum, load), (np.minimum, load))
-        if not self.allowed.all():
-            open_ = self.allowed[..., None]
-            bounds = ((np.maximum, load * open_), (np.minimum, np.where(open_, load, np.inf)))
-        highest, lowest = (functools.reduce(of_two, np.swapaxes(loads, 0, 1)) for of_two, loads in bounds)
-        sums[-2] = (at_home @ highest).reshape(d + 1, f, r)
-        sums[-1] = (at_home @ lowest).reshape(d + 1, f, r)
+        highest, lowest = extremes(load, self.home, d + 1, self.allowed)
+        sums[-2], sums[-1] = highest.reshape(d + 1, f, r), lowest.reshape(d + 1, f, r)
         loads = layout.places(sums.reshape(len(sums), d + 1, f * r))
         self.keep = _that_matter(loads, layout, s)
         loads = np.ascontiguousarray(loads[:, self.keep])
@@ -221,7 +226,7 @@ class Folded:
     @functools.cached_property
     def view(self) -> FoldedView:
         """What native functions see of it."""
-        return view_of(self)
+        return planner_calls.view_of(self)
 
     def fraction(self, adapter_bytes, wanted: float):
         """P beside adapters of so many bytes, `wanted` at most; for any shape."""

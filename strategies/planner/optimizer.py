@@ -185,10 +185,10 @@ def _simple(folded: Folded) -> list[Decision]:
             f"{problem.kv.min_fraction * problem.kv.device_bytes:.0f} of KV that is being written: "
             "unpin adapters, run fewer sequences or raise the budget"
         )
-    fillings = [filling]
+    fillings, idle = [filling], (~folded.active).astype(np.uint8)
     for column, name in enumerate(problem.strategies):
         full = filling.copy()
-        order = np.lexsort((current != column, ~folded.active))
+        order = np.argsort(2 * idle + (current != column), kind="stable")
         rest = order[~full.give(order, np.full(len(order), column))]
         if "fetch" in problem.strategies and name != "fetch":
             rest = rest[folded.active[rest]]
@@ -329,7 +329,7 @@ def _sample(folded: Folded) -> Part:
     bytes_, seconds = folded.bytes.sum(axis=1), folded.work.sum(axis=(1, 2))
     size = seconds / max(float(seconds.sum()), 1e-300) + bytes_ / max(float(bytes_.sum()), 1.0)
     heavy = np.argpartition(-size, _SAMPLE)[:_SAMPLE]
-    light = np.setdiff1d(folded.rows, heavy)
+    light = np.delete(folded.rows, heavy)
     light = light[np.lexsort((size[light], folded.home[light]))]
     picked = light[((np.arange(_SAMPLE) + 0.5) * (len(light) / _SAMPLE)).astype(int)]
     weight = np.concatenate([np.ones(_SAMPLE), np.full(_SAMPLE, len(light) / _SAMPLE)])

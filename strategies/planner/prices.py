@@ -7,6 +7,7 @@ what every such set and every attention strategy can reach at best (`lower_bound
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -86,12 +87,10 @@ class Shares(NamedTuple):
 def nodes(folded: Folded) -> list[Node]:
     """All ways to serve KV with all sets of columns; one set where nothing is charged for using a column."""
     kv = folded.problem.kv
-    sets = [np.ones(folded.num_columns, bool)]
-    if folded.has_fixed:
-        every = itertools.product([True, False], repeat=folded.num_columns)
-        sets = [np.array(columns) for columns in every if any(columns)]
+    sets = _sets(folded.num_columns) if folded.has_fixed else np.ones((1, folded.num_columns), bool)
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]
-    least = [_least_bytes(folded, columns) for columns in sets]
+    free = (sets & folded.for_free).any(axis=1).tolist()
+    least = [0.0 if none else _least_bytes(folded, columns) for none, columns in zip(free, sets, strict=True)]
     return [
         Node(attention, columns, whole)
         for attention, whole in ways
@@ -100,10 +99,16 @@ def nodes(folded: Folded) -> list[Node]:
     ]
 
 
+@functools.lru_cache(maxsize=8)
+def _sets(num_columns: int) -> np.ndarray:
+    """[2 ** S - 1, S] bool, all sets of columns but the empty one; read-only."""
+    sets = np.array([columns for columns in itertools.product([True, False], repeat=num_columns) if any(columns)])
+    sets.flags.writeable = False
+    return sets
+
+
 def _least_bytes(folded: Folded, columns: np.ndarray) -> float:
     """Device memory of adapters when each takes as little as it can."""
-    if np.any(folded.for_free & columns):
-        return 0.0
     usable = folded.allowed & (columns | ~folded.active[:, None])
     return float(np.where(usable, folded.bytes, np.inf).min(axis=1, initial=np.inf).sum())
 
@@ -136,19 +141,22 @@ def lower_bounds(folded: Folded, prices: Prices, total: np.ndarray, among: list[
     common += float(total[~folded.active].min(axis=1).sum())
     if folded.adapter_limit_bytes is not None:
         common -= prices.adapters * folded.adapter_limit_bytes
-    acting = np.ascontiguousarray(total[folded.active].T)
-    fixed = folded.fixed @ prices.places + folded.fixed_serial
-    seen: dict[tuple[bool, ...], float] = {}
+    sets: dict[bytes, int] = {}
     ways: dict[tuple[int, bool], float] = {}
-    bounds = np.empty(len(among))
-    for at, node in enumerate(among):
-        key, way = tuple(node.columns.tolist()), (node.attention, node.whole)
-        if key not in seen:
-            seen[key] = float(acting[node.columns].min(axis=0, initial=np.inf).sum() + fixed[node.columns].sum())
+    of_set, of_way, columns = [], [], []
+    for node in among:
+        key, way = node.columns.tobytes(), (node.attention, node.whole)
+        if key not in sets:
+            sets[key] = len(sets)
+            columns.append(node.columns)
         if way not in ways:
             ways[way] = _kv_bound(folded, prices, node)
-        bounds[at] = common + ways[way] + seen[key]
-    return bounds
+        of_set.append(sets[key])
+        of_way.append(ways[way])
+    open_ = np.array(columns)
+    least = (total[folded.active].T + np.where(open_, 0.0, np.inf)[..., None]).min(axis=1, initial=np.inf).sum(axis=-1)
+    least += open_ @ (folded.fixed @ prices.places + folded.fixed_serial)
+    return common + np.array(of_way) + least[of_set]
 
 
 def _kv_bound(folded: Folded, prices: Prices, node: Node) -> float:
