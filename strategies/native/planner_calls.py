@@ -15,7 +15,7 @@ import numpy as np
 from strategies.native import build
 
 if TYPE_CHECKING:
-    from strategies.planner.decision import Decision
+    from strategies.planner.decision import Decision, Moves
     from strategies.planner.folded import Folded
     from strategies.planner.prices import Shares
     from strategies.planner.relaxation import Relaxation
@@ -51,9 +51,11 @@ _ARGUMENTS = {
     "relaxation": (_INT, _INT, _INT, *5 * (_ARRAY,), _DOUBLE, _INT, _ARRAY, _ARRAY, ctypes.POINTER(_DOUBLE)),
     "extremes": (*4 * (_INT,), *5 * (_ARRAY,)),
     "work": (*4 * (_INT,), _ARRAY, _ARRAY, _INT, _ARRAY, _ARRAY),
+    "least_sums": (_INT, _INT, _INT, *4 * (_ARRAY,)),
     "sums": _VIEWS,
     "value": _VIEWS,
     "best_fraction": (*_VIEWS, _DOUBLE),
+    "take_best": (*_VIEWS, _ARRAY, _ARRAY, _INT, _DOUBLE, _DOUBLE),
     "single_moves": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _INT),
     "exchanges": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _INT),
     "walk": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _ARRAY, _INT, _DOUBLE),
@@ -144,6 +146,19 @@ def work_at_places(load: np.ndarray, home: np.ndarray, device: np.ndarray, pool:
     return work
 
 
+def least_sums(values: np.ndarray, active: np.ndarray, sets: np.ndarray) -> np.ndarray:
+    """As strategies.planner.folded.least_sums."""
+    values, active, sets = (
+        _doubles(values),
+        np.ascontiguousarray(active, np.bool_),
+        np.ascontiguousarray(sets, np.bool_),
+    )
+    sums = np.empty(len(sets))
+    given = (array.ctypes.data for array in (values, active, sets, sums))
+    _function("least_sums")(*values.shape, len(sets), *given)
+    return sums
+
+
 def _doubles(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, np.float64)
 
@@ -161,6 +176,12 @@ def value(decision: Decision) -> float:
 def best_fraction(decision: Decision, most: float) -> None:
     """As strategies.planner.improve.fraction_up_to."""
     _change("best_fraction", decision, most)
+
+
+def take_best(decision: Decision, moves: Moves, *, sharpness: float | None, byte_price: float) -> None:
+    """As Decision.take_best."""
+    rows, columns = np.ascontiguousarray(moves.rows, np.int64), np.ascontiguousarray(moves.columns, np.int64)
+    _change("take_best", decision, rows.ctypes.data, columns.ctypes.data, len(rows), sharpness or 0.0, byte_price)
 
 
 def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:

@@ -81,6 +81,22 @@ void plora_plan_work(int64_t rows, int64_t columns, int64_t resources, int64_t h
   Work({rows, columns, resources, homes, load, home}, places, shares, work);
 }
 
+// [U] sums over rows of the least of values [M, S] in each of the sets [U, S] of columns; in any column if not active.
+void plora_plan_least_sums(int64_t rows, int64_t columns, int64_t sets, const double* values, const uint8_t* active,
+                           const uint8_t* in_set, double* sums) {
+  std::vector<double> barred(sets * columns);
+  for (int64_t i = 0; i < sets * columns; ++i) barred[i] = in_set[i] ? 0.0 : kInf;
+  std::fill_n(sums, sets, 0.0);
+  for (int64_t row = 0; row < rows; ++row, values += columns) {
+    double of_all = *std::min_element(values, values + columns);
+    for (int64_t set = 0; set < sets; ++set) {
+      double least = active[row] ? kInf : of_all;
+      for (int64_t s = 0; active[row] && s < columns; ++s) least = std::min(least, values[s] + barred[set * columns + s]);
+      sums[set] += least;
+    }
+  }
+}
+
 // Sums of a decision by its columns; loads are added to what is there.
 void plora_plan_sums(const Folded* folded, Decision* decision) {
   decision->own = decision->bytes = 0.0;

@@ -147,6 +147,11 @@ class Decision:
         best = int(values.argmin())
         return float(values[best] + self.own + folded.serial_s), int(steps[best])
 
+    @either(planner_calls.take_best)
+    def take_best(self, moves: Moves, *, sharpness: float | None, byte_price: float) -> None:
+        """Applies the best prefix of some moves; arguments as of `ladder`."""
+        self.apply(moves, self.ladder(moves, sharpness=sharpness, byte_price=byte_price)[1])
+
     def _steps(self, moves: Moves, steps: np.ndarray):
         """Changes after each number of moves in `steps`: loads, own seconds; bytes and counts in all."""
         folded, s = self.folded, self.folded.num_columns

@@ -96,6 +96,13 @@ def _layout(num_phases: int, num_pool: int, groups: tuple[tuple[str, ...], ...],
     )
 
 
+@either(planner_calls.least_sums)
+def least_sums(values: np.ndarray, active: np.ndarray, sets: np.ndarray) -> np.ndarray:
+    """[U] sums over rows of the least of values [M, S] in each of the sets [U, S] of columns; in any if not active [M]."""
+    acting, idle = values[active].T, values[~active].min(axis=1).sum()
+    return np.array([acting[columns].min(axis=0, initial=np.inf).sum() + idle for columns in sets])
+
+
 class Folded:
     """Arrays derived from a PlanProblem; read-only after construction.
 
@@ -112,7 +119,6 @@ class Folded:
         own: [M, S] seconds that no other choice changes: serial time and moves; inf where not allowed.
         allowed, bytes: [M, S].
         active, home: [M].
-        for_free: [S] bool, columns that every live row may have and that take no device memory.
         budget_bytes: for adapters and KV, without the bytes of rows that are not decided.
         adapter_budget_bytes: the most that adapters can have of it.
         adapter_limit_bytes: of the limit for adapters alone; None: there is none.
@@ -156,7 +162,6 @@ class Folded:
         self.active, home = of_live(problem.active), of_live(problem.home)
         d = problem.num_pool_devices
         self.home = np.where(home == STRIPED, d, home)
-        self.for_free = (self.allowed & (self.bytes <= 0)).all(axis=0)
         self._budgets()
         self.fixed_serial = problem.fixed_serial_s.sum(axis=1)
         at = self._settled, self._rest[self._settled]
@@ -222,6 +227,13 @@ class Folded:
         home = problem.home.take(rows)
         at_home = (np.where(home == STRIPED, d, home) == np.arange(d + 1)[:, None]).astype(float)
         return (at_home @ chosen).reshape(d + 1, f, r)
+
+    @functools.cached_property
+    def by_home(self) -> np.ndarray:
+        """[M] ranks of rows: neighbours have one home, and are about as large."""
+        ranks = np.empty(len(self.rows))
+        ranks[np.lexsort((self.own.min(axis=1) + self.bytes.sum(axis=1), self.home))] = self.rows
+        return ranks
 
     @functools.cached_property
     def view(self) -> FoldedView:

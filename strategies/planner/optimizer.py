@@ -364,8 +364,7 @@ def _refined(problem: PlanProblem, start: Duals) -> _Outcome | None:
         return None
     moves = _wanted(decision, usual)
     if len(moves.rows):
-        _, number = decision.ladder(moves, sharpness=None, byte_price=np.inf)
-        decision.apply(moves, number)
+        decision.take_best(moves, sharpness=None, byte_price=np.inf)
     single_moves(decision, closest(decision, total, _REFINED), sharpness=None, rounds=1)
     best_fraction(decision)
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]

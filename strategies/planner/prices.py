@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from strategies.planner.folded import Folded
+from strategies.planner.folded import Folded, least_sums
 from strategies.planner.relaxation import Relaxation
 
 
@@ -89,8 +89,7 @@ def nodes(folded: Folded) -> list[Node]:
     kv = folded.problem.kv
     sets = _sets(folded.num_columns) if folded.has_fixed else np.ones((1, folded.num_columns), bool)
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]
-    free = (sets & folded.for_free).any(axis=1).tolist()
-    least = [0.0 if none else _least_bytes(folded, columns) for none, columns in zip(free, sets, strict=True)]
+    least = least_sums(np.where(folded.allowed, folded.bytes, np.inf), folded.active, sets).tolist()
     return [
         Node(attention, columns, whole)
         for attention, whole in ways
@@ -105,12 +104,6 @@ def _sets(num_columns: int) -> np.ndarray:
     sets = np.array([columns for columns in itertools.product([True, False], repeat=num_columns) if any(columns)])
     sets.flags.writeable = False
     return sets
-
-
-def _least_bytes(folded: Folded, columns: np.ndarray) -> float:
-    """Device memory of adapters when each takes as little as it can."""
-    usable = folded.allowed & (columns | ~folded.active[:, None])
-    return float(np.where(usable, folded.bytes, np.inf).min(axis=1, initial=np.inf).sum())
 
 
 def _fits(folded: Folded, least: float, whole: bool) -> bool:
@@ -138,7 +131,6 @@ def lower_bounds(folded: Folded, prices: Prices, total: np.ndarray, among: list[
         among: nodes.
     """
     common = folded.serial_s - prices.joint * folded.budget_bytes + float(prices.places @ folded.base)
-    common += float(total[~folded.active].min(axis=1).sum())
     if folded.adapter_limit_bytes is not None:
         common -= prices.adapters * folded.adapter_limit_bytes
     sets: dict[bytes, int] = {}
@@ -154,8 +146,7 @@ def lower_bounds(folded: Folded, prices: Prices, total: np.ndarray, among: list[
         of_set.append(sets[key])
         of_way.append(ways[way])
     open_ = np.array(columns)
-    least = (total[folded.active].T + np.where(open_, 0.0, np.inf)[..., None]).min(axis=1, initial=np.inf).sum(axis=-1)
-    least += open_ @ (folded.fixed @ prices.places + folded.fixed_serial)
+    least = least_sums(total, folded.active, open_) + open_ @ (folded.fixed @ prices.places + folded.fixed_serial)
     return common + np.array(of_way) + least[of_set]
 
 
@@ -232,7 +223,7 @@ class _Builder:
         folded, part, m, k = self.folded, self.part, len(self.part.rows), len(self.base)
         work = np.zeros((m + len(self.pieces), folded.num_columns, k + len(self.memory)))
         scaled = self.allowed * part.weight[:, None]
-        chosen = folded.work[part.rows[:, None], :, self.places].swapaxes(1, 2)
+        chosen = folded.work.take(part.rows, axis=0).take(self.places, axis=2)
         np.multiply(chosen, (scaled / self.scale_s)[..., None], out=work[:m, :, :k])
         work[:m, :, k:] = (folded.bytes[part.rows] * (scaled / self.unit))[..., None]
         for row, (low, high) in enumerate(self.pieces, m):

@@ -89,8 +89,7 @@ def level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: 
     loss = np.maximum(total[rising, to[rising]] - total[rising, decision.columns[rising]], 0.0)
     order = rising[np.argsort(-gain / (loss + 1e-2 * gain + 1e-30))]
     moves = Moves(order, to[order])
-    _, number = decision.ladder(moves, sharpness=sharpness, byte_price=byte_s)
-    decision.apply(moves, number)
+    decision.take_best(moves, sharpness=sharpness, byte_price=byte_s)
 
 
 def _roundings(folded: Folded, node: Node, shares: np.ndarray, fraction: float) -> Iterator[Decision]:
@@ -98,10 +97,8 @@ def _roundings(folded: Folded, node: Node, shares: np.ndarray, fraction: float) 
     largest = shares.argmax(axis=1)
     yield Decision(folded, largest, attention=node.attention, fraction=fraction)
     edges = shares.cumsum(axis=1)
-    turn = np.empty(len(shares))
-    turn[np.lexsort((folded.own.min(axis=1) + folded.bytes.sum(axis=1), folded.home))] = folded.rows
     for draw in range(_DRAWS):
-        at = (_GOLDEN * turn + draw / _DRAWS) % 1 * 0.998 + 0.001
+        at = (_GOLDEN * folded.by_home + draw / _DRAWS) % 1 * 0.998 + 0.001
         column = (edges < at[:, None]).sum(axis=1)
         column = np.where(shares[folded.rows, np.minimum(column, shares.shape[1] - 1)] > 1e-6, column, largest)
         yield Decision(folded, column, attention=node.attention, fraction=fraction)
