@@ -163,12 +163,12 @@ def _doubles(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, np.float64)
 
 
-def add_up(decision: Decision) -> None:
+def add_up(decision: Decision, /) -> None:
     """As Decision._add_up."""
     _change("sums", decision)
 
 
-def value(decision: Decision) -> float:
+def value(decision: Decision, /) -> float:
     """As Decision.value."""
     return decision.folded.serial_s + _function("value")(decision.folded.view, _seen(decision))
 
@@ -178,7 +178,7 @@ def best_fraction(decision: Decision, most: float) -> None:
     _change("best_fraction", decision, most)
 
 
-def take_best(decision: Decision, moves: Moves, *, sharpness: float | None, byte_price: float) -> None:
+def take_best(decision: Decision, /, moves: Moves, *, sharpness: float | None, byte_price: float) -> None:
     """As Decision.take_best."""
     rows, columns = np.ascontiguousarray(moves.rows, np.int64), np.ascontiguousarray(moves.columns, np.int64)
     _change("take_best", decision, rows.ctypes.data, columns.ctypes.data, len(rows), sharpness or 0.0, byte_price)
@@ -210,11 +210,11 @@ def level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: 
     _change("level", decision, prices.ctypes.data, total.ctypes.data, byte, fraction, sharpness, byte_s)
 
 
-def relax(relaxation: Relaxation, gap: float, max_steps: int) -> tuple[np.ndarray, np.ndarray, float, int]:
+def relax(problem: Relaxation, gap: float, max_steps: int) -> tuple[np.ndarray, np.ndarray, float, int]:
     """As strategies.planner.relaxation.relax."""
-    arrays = relaxation.rows_work, relaxation.cost, relaxation.allowed, relaxation.phase_of, relaxation.limit
-    shares, prices, softness = np.empty(relaxation.cost.shape), np.empty(len(relaxation.limit)), _DOUBLE()
+    arrays = problem.rows_work, problem.cost, problem.allowed, problem.phase_of, problem.limit
+    shares, prices, softness = np.empty(problem.cost.shape), np.empty(len(problem.limit)), _DOUBLE()
     given = (array.ctypes.data for array in arrays)
     found = shares.ctypes.data, prices.ctypes.data, softness
-    steps = _function("relaxation")(*relaxation.rows_work.shape, *given, gap, max_steps, *found)
+    steps = _function("relaxation")(*problem.rows_work.shape, *given, gap, max_steps, *found)
     return shares, prices, softness.value, steps

@@ -42,7 +42,7 @@ void Level(Objective& objective, const Relaxed& relaxed, double byte_s) {
     double gain = costs[now] - costs[to];
     if (!(gain > 0) || !std::isfinite(gain)) continue;
     double loss = std::max(of_row[to] - of_row[now], 0.0);
-    leaning.push_back({-gain / (loss + 1e-2 * gain + 1e-30), {row, to}});
+    leaning.push_back({loss / gain, {row, to}});
   }
   std::stable_sort(leaning.begin(), leaning.end(), [](const Leaning& a, const Leaning& b) { return a.key < b.key; });
   std::vector<Move> moves(leaning.size());

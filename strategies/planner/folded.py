@@ -65,7 +65,7 @@ def work_at_places(
 
 @either(planner_calls.extremes)
 def extremes(load: np.ndarray, home: np.ndarray, homes: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums by home [H, F * R] of the most, and of the least, that rows [M, S, F * R] load in columns that they may have."""
+    """Sums by home [H, F * R] of the most, and of the least, that rows [M, S, F * R] load in columns allowed to them."""
     at_home = (home == np.arange(homes)[:, None]).astype(float)
     open_ = allowed[..., None]
     highest, lowest = (load * open_).max(axis=1), np.where(open_, load, np.inf).min(axis=1)
@@ -98,7 +98,7 @@ def _layout(num_phases: int, num_pool: int, groups: tuple[tuple[str, ...], ...],
 
 @either(planner_calls.least_sums)
 def least_sums(values: np.ndarray, active: np.ndarray, sets: np.ndarray) -> np.ndarray:
-    """[U] sums over rows of the least of values [M, S] in each of the sets [U, S] of columns; in any if not active [M]."""
+    """[U] sums over rows of the least of values [M, S] in each of the sets [U, S] of columns, in any if not active."""
     acting, idle = values[active].T, values[~active].min(axis=1).sum()
     return np.array([acting[columns].min(axis=0, initial=np.inf).sum() + idle for columns in sets])
 

@@ -11,7 +11,6 @@ from typing import ParamSpec, TypeVar
 
 from strategies.native import unavailable
 
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

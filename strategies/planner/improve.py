@@ -157,7 +157,7 @@ def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | Non
         values[decision.overshoot(decision.bytes + singles.bytes) > 0] = np.inf
         to = values.argmin(axis=1)
         gain = still - values[np.arange(len(rows)), to]
-        order = np.argsort(-gain)[:_AT_ONCE]
+        order = np.argsort(-gain, kind="stable")[:_AT_ONCE]
         order = order[gain[order] > _GAIN * abs(still)]
         if not len(order):
             return
@@ -231,7 +231,7 @@ def wander(decision: Decision, rows: np.ndarray, *, sharpness: float | None, ste
 
 @either(planner_calls.walk)
 def walk(decision: Decision, rows: np.ndarray, barred: np.ndarray, *, sharpness: float | None, byte_s: float) -> None:
-    """As `wander`, in as many steps as `barred` says how long the row of each does not go back; a byte costs `byte_s`."""
+    """The steps of `wander`: the row of each is barred from going back for as many; a byte too much costs `byte_s`."""
     folded, best, best_s = decision.folded, decision.copy(), decision.value()
     until = np.zeros((len(rows), folded.num_columns))
     at_row = np.arange(len(rows))

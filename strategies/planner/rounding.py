@@ -87,7 +87,7 @@ def level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: 
     rising = np.flatnonzero((gain > 0) & np.isfinite(gain))
     gain = gain[rising]
     loss = np.maximum(total[rising, to[rising]] - total[rising, decision.columns[rising]], 0.0)
-    order = rising[np.argsort(-gain / (loss + 1e-2 * gain + 1e-30))]
+    order = rising[np.argsort(loss / gain, kind="stable")]
     moves = Moves(order, to[order])
     decision.take_best(moves, sharpness=sharpness, byte_price=byte_s)
 

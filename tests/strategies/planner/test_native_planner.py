@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from strategies.native import planner_calls, unavailable
-from strategies.planner import decision, folded, implementation, improve, optimizer, prices, relaxation, rounding
+from strategies.planner import folded, implementation, improve, prices, rounding
 from strategies.planner.decision import Decision, Moves
 from strategies.planner.folded import Folded
 from strategies.planner.optimizer import optimize
@@ -45,8 +45,10 @@ def relaxation_problem(seed, *, rows=None):
     allowed[np.arange(rows), rng.integers(0, options, rows)] = True
     work = rng.random((rows, options, places + limits)) * (rng.random((rows, options, places + limits)) < 0.5)
     work *= allowed[..., None] / max(rows, 1)
-    least = np.where(allowed[..., None], work, np.inf).min(axis=1).sum(axis=0)
-    limit = np.where(phase_of < 0, 1.5 * least + 0.01, -0.3 * rng.random(places + limits))
+    shares = allowed / allowed.sum(axis=1, keepdims=True)
+    limit = np.where(
+        phase_of < 0, 1.1 * np.einsum("ns,nsp->p", shares, work) + 0.01, -0.3 * rng.random(places + limits)
+    )
     cost = np.where(allowed, rng.random((rows, options)) / max(rows, 1), np.inf)
     return {"work": work, "cost": cost, "allowed": allowed, "phase_of": phase_of, "limit": limit}
 
@@ -95,7 +97,7 @@ def test_relaxation_limits_that_cannot_be_met_end_as_in_numpy(seed, both):
     np.testing.assert_allclose(native.shares, reference.shares, atol=1e-4)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e200])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_relaxation_that_has_no_factor_ends_as_in_numpy(bad, both):
     problem = relaxation_problem(3)
     problem["work"] = problem["work"].copy()
@@ -163,7 +165,7 @@ def at_random_prices(of):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_change_equals_numpy(name, both):
-    """The same moves but where equal ones were in another order; then the objective differs by little on one of many."""
+    """The same moves, but for ties between those that are equally good."""
     others, changed = 0, 0
     for seed in SEEDS:
         rows = np.random.default_rng(seed).permutation(len(start(seed).columns))[:50]
@@ -182,12 +184,12 @@ def test_change_equals_numpy(name, both):
         changed += native.value() != before
         if native.attention != reference.attention or (native.columns != reference.columns).any():
             others += 1
-            assert native.value() == pytest.approx(reference.value(), rel=0.02)
+            assert native.value() == pytest.approx(reference.value(), rel=1e-6)
         else:
             assert native.value() == pytest.approx(reference.value(), rel=1e-9)
             assert native.wanted == pytest.approx(reference.wanted, abs=1e-9)
     assert changed > len(SEEDS) / 3
-    assert others <= len(SEEDS) / 10
+    assert others <= len(SEEDS) / 10, "equal moves may be taken in another order, but few are equal"
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -288,4 +290,5 @@ def test_native_functions_are_called(monkeypatch):
     for seed in (3, 11, 17, 28, 31):
         optimize(random_instance(seed))
     optimize(random_instance(7), optimize(random_instance(7))[1])
+    improve.wander(start(3), np.arange(8), sharpness=None, steps=3)
     assert called == set(planner_calls._ARGUMENTS)
