@@ -210,8 +210,8 @@ def level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: 
     _change("level", decision, prices.ctypes.data, total.ctypes.data, byte, fraction, sharpness, byte_s)
 
 
-def relax(problem: Relaxation, gap: float, max_steps: int) -> tuple[np.ndarray, np.ndarray, float, int]:
-    """As strategies.planner.relaxation.relax."""
+def interior_point(problem: Relaxation, gap: float, max_steps: int) -> tuple[np.ndarray, np.ndarray, float, int]:
+    """As strategies.planner.relaxation.interior_point."""
     arrays = problem.rows_work, problem.cost, problem.allowed, problem.phase_of, problem.limit
     shares, prices, softness = np.empty(problem.cost.shape), np.empty(len(problem.limit)), _DOUBLE()
     given = (array.ctypes.data for array in arrays)

@@ -18,7 +18,7 @@ struct Loads {
   const double* Of(int64_t row, int64_t column) const { return load + (row * columns + column) * resources; }
 };
 
-// Sums by home [H, R] of the most and of the least that allowed columns of a row load; a row that may have none: 0, inf.
+// Sums by home [H, R] of the most, and of the least, that rows load in columns allowed to them: one at least.
 void Extremes(const Loads& loads, const uint8_t* allowed, double* highest, double* lowest) {
   int64_t r = loads.resources;
   std::vector<double> most(r), least(r);

@@ -21,7 +21,6 @@ from strategies.planner.problem import DEVICE_RESOURCES, RESOURCES, STRIPED, Pla
 _TIE = 1e-9
 """Of the base step: what decides between columns that cost the same (stay, then few bytes)."""
 
-
 _ROUNDING_BYTES = 1e-5
 """Running sums of bytes may be off by this."""
 
@@ -65,11 +64,11 @@ def work_at_places(
 
 @either(planner_calls.extremes)
 def extremes(load: np.ndarray, home: np.ndarray, homes: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums by home [H, F * R] of the most, and of the least, that rows [M, S, F * R] load in columns allowed to them."""
+    """Sums by home [H, F * R] of the most, and of the least, that rows [M, S, F * R] load in columns they may have."""
     at_home = (home == np.arange(homes)[:, None]).astype(float)
     open_ = allowed[..., None]
     highest, lowest = (load * open_).max(axis=1), np.where(open_, load, np.inf).min(axis=1)
-    return at_home @ highest, np.where(at_home[..., None] > 0, lowest, 0.0).sum(axis=1)
+    return at_home @ highest, at_home @ lowest
 
 
 @functools.lru_cache(maxsize=64)

@@ -86,11 +86,11 @@ class Relaxation:
 
     def solve(self, *, gap: float, max_steps: int = 25) -> Relaxed:
         """Shares and prices whose values differ by `gap` of the value or less, if `max_steps` are enough."""
-        return Relaxed(*relax(self, gap, max_steps))
+        return Relaxed(*interior_point(self, gap, max_steps))
 
 
-@either(planner_calls.relax)
-def relax(problem: Relaxation, gap: float, max_steps: int) -> tuple[np.ndarray, np.ndarray, float, int]:
+@either(planner_calls.interior_point)
+def interior_point(problem: Relaxation, gap: float, max_steps: int) -> tuple[np.ndarray, np.ndarray, float, int]:
     """The fields of `Relaxed`."""
     return _Solver(problem).solve(gap, max_steps)
 
