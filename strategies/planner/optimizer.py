@@ -277,7 +277,7 @@ def _undecided(folded: Folded, best: _Found, node: Node, *, bound_s: float) -> _
     """Relaxes everyone, or those nearest to a tie and the others as prices say where that are too many."""
     affordable = int(_AFFORDABLE / (folded.num_columns * len(best.leading) ** 2))
     rows = np.sort(closest(best.decision, best.total, affordable))
-    others = np.setdiff1d(folded.rows, rows)
+    others = _others(folded, rows)
     columns = best.total[others].argmin(axis=1)
     loads = folded.base + folded.work[others, columns].sum(axis=0)
     part = Part(rows, np.ones(len(rows)), loads, float(folded.bytes[others, columns].sum()))
@@ -329,11 +329,17 @@ def _sample(folded: Folded) -> Part:
     bytes_, seconds = folded.bytes.sum(axis=1), folded.work.sum(axis=(1, 2))
     size = seconds / max(float(seconds.sum()), 1e-300) + bytes_ / max(float(bytes_.sum()), 1.0)
     heavy = np.argpartition(-size, _SAMPLE)[:_SAMPLE]
-    light = np.delete(folded.rows, heavy)
+    light = _others(folded, heavy)
     light = light[np.lexsort((size[light], folded.home[light]))]
     picked = light[((np.arange(_SAMPLE) + 0.5) * (len(light) / _SAMPLE)).astype(int)]
     weight = np.concatenate([np.ones(_SAMPLE), np.full(_SAMPLE, len(light) / _SAMPLE)])
     return Part(np.concatenate([heavy, picked]), weight, folded.base, 0.0)
+
+
+def _others(folded: Folded, rows: np.ndarray) -> np.ndarray:
+    others = np.ones(len(folded.rows), bool)
+    others[rows] = False
+    return np.flatnonzero(others)
 
 
 def _pressing(decision: Decision) -> np.ndarray:

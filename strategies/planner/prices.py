@@ -242,11 +242,12 @@ class _Builder:
             cost[:m] += noise * (tie_break * part.weight[:, None] / float(part.weight.sum()))
         for row, (low, high) in enumerate(self.pieces, m):
             cost[row, 1] = kv.move_s * (high - low) / self.scale_s if high > kv.current_fraction else 0.0
-        open_pieces = np.tile(np.arange(s) < 2, (len(self.pieces), 1))
+        allowed = np.zeros(cost.shape, bool)
+        allowed[:m], allowed[m:, :2] = self.allowed, True
         relaxed = Relaxation(
             self._work(),
             cost=cost,
-            allowed=np.vstack([self.allowed, open_pieces]),
+            allowed=allowed,
             phase_of=np.concatenate([folded.phase_of[self.places], np.full(len(self.memory), -1)]),
             limit=np.concatenate([-self.base / self.scale_s, [limit for _, limit in self.memory]]),
         ).solve(gap=gap)
