@@ -24,8 +24,9 @@ _INT, _DOUBLE, _ARRAY = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
 class FoldedView(ctypes.Structure):
-    """`Folded` of planner_decision.h; `arrays` keeps the arrays alive that it points to."""
+    """`Folded` of planner_decision.h; `arrays` are those that it points to, which it keeps alive."""
 
+    arrays: list[np.ndarray]
     _fields_ = (
         *((name, _INT) for name in ("rows", "columns", "places", "phases", "kv_first", "kv_end")),
         *((name, _ARRAY) for name in ("work", "own", "bytes", "active", "fixed", "fixed_serial", "starts")),

@@ -5,14 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "planner_sums.h"
 
 namespace plora::planner {
-
-constexpr double kInf = std::numeric_limits<double>::infinity();
 
 // As FoldedView of planner_calls.py, member by member. M rows, S columns, K places, F phases, A ways to attend.
 struct Folded {

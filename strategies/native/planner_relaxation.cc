@@ -1,4 +1,4 @@
-// The planner's linear relaxation in one call: the method, the names and the limits of strategies/planner/relaxation.py.
+// The planner's linear relaxation in one call: the method, names and limits are those of strategies/planner/relaxation.py.
 //
 // Numbers of options are kept column by column, [S, N]: what is summed over the options of a row is a sum of columns,
 // and loops run over the rows side by side. Work is [places, S, N].
@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
-#include <utility>
 #include <vector>
 
 #include "planner_sums.h"
@@ -17,17 +15,14 @@ namespace {
 
 constexpr double kStep = 0.99;      // of the way to the nearest boundary
 constexpr double kFeasible = 1e-3;  // largest violation of a place's limit that counts as none
-constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// Arrays that live as long as the workspace they are cut from.
+// Arrays that live as long as the workspace.
 class Workspace {
  public:
-  explicit Workspace(int64_t size) : numbers_(size), next_(numbers_.data()) {}
-  double* Take(int64_t count) { return std::exchange(next_, next_ + count); }
+  double* Take(int64_t count) { return arrays_.emplace_back(count).data(); }
 
  private:
-  std::vector<double> numbers_;
-  double* next_;
+  std::vector<std::vector<double>> arrays_;
 };
 
 // Primal and dual variables, or a direction of them.
@@ -80,8 +75,7 @@ class Relaxation {
   Relaxation(int64_t rows, int64_t columns, int64_t places, const double* work, const double* cost,
              const uint8_t* allowed, const int64_t* phase_of, const double* limit)
       : n_(rows), s_(columns), o_(rows * columns), p_(places), phase_of_(phase_of), limit_(limit),
-        f_(places ? std::max<int64_t>(*std::max_element(phase_of, phase_of + places) + 1, 0) : 0),
-        space_(2 * p_ * (o_ + n_) + 10 * o_ + 3 * n_ + p_ * (p_ + f_ + 6) + f_ * (f_ + 2)) {
+        f_(places ? *std::max_element(phase_of, phase_of + places) + 1 : 0) {
     work_ = space_.Take(p_ * (o_ + n_)), weighted_ = space_.Take(p_ * (o_ + n_));
     cost_ = space_.Take(o_), mask_ = space_.Take(o_), dual_ = space_.Take(o_);
     weight_ = space_.Take(o_), free_ = space_.Take(o_), gaps_ = space_.Take(o_);

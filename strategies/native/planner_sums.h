@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 namespace plora::planner {
 
+constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kSideBySide = 8, kChains = 4;
 
 // Calls visit(i, lane) for i from 0 to count - 1, so that neighbours go to other lanes of kSideBySide * kChains; the
