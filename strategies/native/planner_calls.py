@@ -72,9 +72,27 @@ def _function(name: str) -> Callable[..., Any]:
     return function
 
 
+def _doubles(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, np.float64)
+
+
+def _integers(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _flags(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, np.bool_)
+
+
 def view_of(folded: Folded) -> FoldedView:
     """What native functions see of a problem."""
-    problem, kv = folded.problem, folded.problem.kv
+    kv = folded.problem.kv
+    charged = ("fixed", "fixed_serial") if folded.has_fixed else ()
+    arrays = {
+        name: _doubles(getattr(folded, name)) for name in ("work", "own", "bytes", "kv_device", "kv_pool", *charged)
+    }
+    arrays["kv_serial"] = _doubles(kv.pool_serial_s)
+    arrays["active"], arrays["starts"] = _flags(folded.active), _integers(folded.starts)
     m, s, k = folded.work.shape
     view = FoldedView(
         rows=m,
@@ -92,19 +110,9 @@ def view_of(folded: Folded) -> FoldedView:
         current_fraction=kv.current_fraction,
         min_fraction=kv.min_fraction,
         most_fraction=folded.most_kv,
+        **{name: array.ctypes.data for name, array in arrays.items()},
     )
-    doubles = ["work", "own", "bytes", "kv_device", "kv_pool"] + ["fixed", "fixed_serial"] * folded.has_fixed
-    view.arrays = [
-        np.ascontiguousarray(array, kind)
-        for array, kind in (
-            *((getattr(folded, name), np.float64) for name in doubles),
-            (problem.kv.pool_serial_s, np.float64),
-            (folded.active, np.bool_),
-            (folded.starts, np.int64),
-        )
-    ]
-    for name, array in zip((*doubles, "kv_serial", "active", "starts"), view.arrays, strict=True):
-        setattr(view, name, array.ctypes.data)
+    view.arrays = list(arrays.values())
     return view
 
 
@@ -131,7 +139,7 @@ def _change(name: str, decision: Decision, *arguments: float) -> None:
 def extremes(load: np.ndarray, home: np.ndarray, homes: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """As strategies.planner.folded.extremes."""
     sums = np.zeros((2, homes, load.shape[-1]))
-    load, home, allowed = _doubles(load), np.ascontiguousarray(home, np.int64), np.ascontiguousarray(allowed, np.bool_)
+    load, home, allowed = _doubles(load), _integers(home), _flags(allowed)
     given = (array.ctypes.data for array in (load, home, allowed, sums[0], sums[1]))
     _function("extremes")(*load.shape, homes, *given)
     return sums[0], sums[1]
@@ -141,7 +149,7 @@ def work_at_places(load: np.ndarray, home: np.ndarray, device: np.ndarray, pool:
     """As strategies.planner.folded.work_at_places."""
     homes, places = here.shape
     shares = _doubles(device.T + here[..., None] * pool.T)
-    load, home, work = _doubles(load), np.ascontiguousarray(home, np.int64), np.empty((*load.shape[:2], places))
+    load, home, work = _doubles(load), _integers(home), np.empty((*load.shape[:2], places))
     given = load.ctypes.data, home.ctypes.data, places, shares.ctypes.data, work.ctypes.data
     _function("work")(*load.shape, homes, *given)
     return work
@@ -149,19 +157,11 @@ def work_at_places(load: np.ndarray, home: np.ndarray, device: np.ndarray, pool:
 
 def least_sums(values: np.ndarray, active: np.ndarray, sets: np.ndarray) -> np.ndarray:
     """As strategies.planner.folded.least_sums."""
-    values, active, sets = (
-        _doubles(values),
-        np.ascontiguousarray(active, np.bool_),
-        np.ascontiguousarray(sets, np.bool_),
-    )
+    values, active, sets = _doubles(values), _flags(active), _flags(sets)
     sums = np.empty(len(sets))
     given = (array.ctypes.data for array in (values, active, sets, sums))
     _function("least_sums")(*values.shape, len(sets), *given)
     return sums
-
-
-def _doubles(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array, np.float64)
 
 
 def add_up(decision: Decision, /) -> None:
@@ -181,32 +181,32 @@ def best_fraction(decision: Decision, most: float) -> None:
 
 def take_best(decision: Decision, /, moves: Moves, *, sharpness: float | None, byte_price: float) -> None:
     """As Decision.take_best."""
-    rows, columns = np.ascontiguousarray(moves.rows, np.int64), np.ascontiguousarray(moves.columns, np.int64)
+    rows, columns = _integers(moves.rows), _integers(moves.columns)
     _change("take_best", decision, rows.ctypes.data, columns.ctypes.data, len(rows), sharpness or 0.0, byte_price)
 
 
 def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
     """As strategies.planner.improve.single_moves."""
-    rows = np.ascontiguousarray(rows, np.int64)
+    rows = _integers(rows)
     _change("single_moves", decision, rows.ctypes.data, len(rows), sharpness or 0.0, rounds)
 
 
 def exchanges(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
     """As strategies.planner.improve.exchanges."""
-    rows = np.ascontiguousarray(rows, np.int64)
+    rows = _integers(rows)
     _change("exchanges", decision, rows.ctypes.data, len(rows), sharpness or 0.0, rounds)
 
 
 def walk(decision: Decision, rows: np.ndarray, barred: np.ndarray, *, sharpness: float | None, byte_s: float) -> None:
     """As strategies.planner.improve.walk."""
-    rows, barred = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(barred, np.int64)
+    rows, barred = _integers(rows), _integers(barred)
     steps = len(barred)
     _change("walk", decision, rows.ctypes.data, len(rows), sharpness or 0.0, barred.ctypes.data, steps, byte_s)
 
 
 def level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: float, byte_s: float) -> None:
     """As strategies.planner.rounding.level."""
-    prices, total = np.ascontiguousarray(relaxed.prices.places), np.ascontiguousarray(total)
+    prices, total = _doubles(relaxed.prices.places), _doubles(total)
     byte, fraction = relaxed.prices.adapter_byte, relaxed.fraction
     _change("level", decision, prices.ctypes.data, total.ctypes.data, byte, fraction, sharpness, byte_s)
 
