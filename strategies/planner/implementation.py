@@ -16,8 +16,16 @@ R = TypeVar("R")
 
 
 def is_native() -> bool:
-    """Whether the native functions run; the first call may build them, as the first use of any native kernel."""
+    """Whether the native functions run; builds them if `prepare` has not."""
     return unavailable() is None
+
+
+def prepare() -> None:
+    """Builds the native functions unless that is done: for whoever cannot wait for a compiler in the first choice.
+
+    On the CPU the model's kernels, which are in the same library, have been built before.
+    """
+    unavailable()
 
 
 def either(native: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
