@@ -1,4 +1,4 @@
-// A planning problem and a decision as strategies/planner/folded.py and decision.py have them, and what moves are worth.
+// A planning problem and a decision, as strategies/planner/folded.py and decision.py have them, and what moves give.
 
 #pragma once
 

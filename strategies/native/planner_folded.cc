@@ -1,4 +1,4 @@
-// Sums over the adapters of a planning problem, in one pass each: those of strategies/planner/folded.py and decision.py.
+// Sums over the adapters of a planning problem, in one pass each: those of strategies/planner/folded.py, decision.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -91,7 +91,9 @@ void plora_plan_least_sums(int64_t rows, int64_t columns, int64_t sets, const do
     double of_all = *std::min_element(values, values + columns);
     for (int64_t set = 0; set < sets; ++set) {
       double least = active[row] ? kInf : of_all;
-      for (int64_t s = 0; active[row] && s < columns; ++s) least = std::min(least, values[s] + barred[set * columns + s]);
+      for (int64_t s = 0; active[row] && s < columns; ++s) {
+        least = std::min(least, values[s] + barred[set * columns + s]);
+      }
       sums[set] += least;
     }
   }

@@ -1,4 +1,4 @@
-// Improvements of a decision in one call each: those of strategies/planner/improve.py and rounding.py, under their names.
+// Improvements of a decision by moves, in one call each: those of strategies/planner/improve.py, under their names.
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-// The planner's linear relaxation in one call: the method, names and limits are those of strategies/planner/relaxation.py.
+// The planner's linear relaxation in one call: method, names and limits are those of strategies/planner/relaxation.py.
 //
 // Numbers of options are kept column by column, [S, N]: what is summed over the options of a row is a sum of columns,
 // and loops run over the rows side by side. Work is [places, S, N].
