@@ -23,6 +23,7 @@ from strategies.planner import (
     PlanProblem,
     Policy,
     Waiting,
+    prepare,
 )
 
 POLICIES = ("joint", "paper", "lru")
@@ -36,13 +37,14 @@ _RESIDENT, _FETCH, _NEAR_DATA, _SPLIT = map(LORA_COLUMNS.index, ("resident", "fe
 
 
 def make_policy(name: str, *, interval_steps: int) -> Policy:
-    """A policy by its name.
+    """A policy by its name; what it computes with is built here, before there is anything to choose.
 
     Args:
         name: of POLICIES.
         interval_steps: between two choices. The joint planner's accounts gain by choices, each of which stands for so
             many steps; so its moves have to pay in as many fewer of them.
     """
+    prepare()
     if name == "joint":
         return JointPlanner(horizon_steps=HORIZON_STEPS / interval_steps)
     return {"paper": PaperManager, "lru": LruPolicy}[name]()

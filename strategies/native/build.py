@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -53,7 +54,7 @@ def unavailable() -> str | None:
     """Builds and registers the kernels at the first call; None when they can be used, else why not."""
     if os.environ.get("PLORA_NATIVE", "1") == "0":
         return "switched off by PLORA_NATIVE=0"
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    compiler = _compiler()
     if not compiler:
         return "no C++ compiler (g++ or clang++) was found"
     try:
@@ -67,6 +68,17 @@ def unavailable() -> str | None:
     for target in _TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     return None
+
+
+def function(name: str) -> Any:
+    """A function of the library that is not XLA's, as ctypes has it.
+
+    Raises:
+        RuntimeError: the library is unavailable.
+    """
+    if reason := unavailable():
+        raise RuntimeError(f"no native {name}: {reason}")
+    return getattr(_load(_compiler() or ""), name)
 
 
 @functools.cache
@@ -94,8 +106,11 @@ def _unit_unavailable(asks: str, numbers: str) -> str | None:
 def _unavailable(asks: str, what: str) -> str | None:
     if reason := unavailable():
         return reason
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or ""
-    return None if getattr(_load(compiler), asks)() else f"this processor has no {what}"
+    return None if function(asks)() else f"this processor has no {what}"
+
+
+def _compiler() -> str | None:
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
 @functools.cache

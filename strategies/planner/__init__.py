@@ -1,6 +1,7 @@
 """Who gets which strategy: the problem, what a plan is worth, and the policies that choose one."""
 
 from strategies.planner.explain import Explanation, Option, explain
+from strategies.planner.implementation import prepare
 from strategies.planner.joint import JointPlanner, Waiting
 from strategies.planner.load import AdapterLoad
 from strategies.planner.optimizer import Duals, optimize
@@ -38,5 +39,6 @@ __all__ = [
     "evaluate",
     "explain",
     "optimize",
+    "prepare",
     "violations",
 ]

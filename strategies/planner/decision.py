@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from strategies.native import planner_calls
+from strategies.native.planner_calls import DecisionView
 from strategies.planner.folded import Folded
-
-_ROUNDING_BYTES = 1e-5
-"""Running sums of bytes may be off by this."""
+from strategies.planner.implementation import either
 
 
 class Moves(NamedTuple):
@@ -38,23 +38,35 @@ class Decision:
 
     def __init__(self, folded: Folded, columns: np.ndarray, *, attention: int, fraction: float) -> None:
         self.folded = folded
-        rows = folded.rows
-        self.columns = columns.copy()
+        self.columns = columns.astype(np.int64)
         self.attention = attention
         self.wanted = fraction
-        self.loads = folded.base + folded.work[rows, columns].sum(axis=0)
-        self.own = float(folded.own[rows, columns].sum())
-        self.bytes = float(folded.bytes[rows, columns].sum())
-        self.count = np.bincount(columns[folded.active], minlength=folded.num_columns)
+        self.loads, self.own, self.bytes = folded.base.copy(), 0.0, 0.0
+        self.count = np.zeros(folded.num_columns, np.int64)
+        self._add_up()
+
+    @either(planner_calls.add_up)
+    def _add_up(self) -> None:
+        folded, at = self.folded, (self.folded.rows, self.columns)
+        self.loads += folded.work[at].sum(axis=0)
+        self.own, self.bytes = float(folded.own[at].sum()), float(folded.bytes[at].sum())
+        self.count += np.bincount(self.columns[folded.active], minlength=folded.num_columns)
+
+    @functools.cached_property
+    def view(self) -> DecisionView:
+        """What native functions see of it: its arrays are changed in place, never replaced."""
+        return planner_calls.view_of_decision(self)
 
     def copy(self) -> Decision:
         other = object.__new__(Decision)
         other.__dict__.update(self.__dict__)
         other.columns, other.loads, other.count = self.columns.copy(), self.loads.copy(), self.count.copy()
+        other.__dict__.pop("view", None)
         return other
 
     def take(self, other: Decision) -> None:
         """Becomes what `other` is; `other` is not used after it."""
+        self.__dict__.pop("view", None)
         self.__dict__.update(other.__dict__)
 
     @property
@@ -80,10 +92,9 @@ class Decision:
 
     def overshoot(self, adapter_bytes):
         """Bytes beyond what adapters can have beside the least P; for any shape."""
-        folded = self.folded
-        slack = _ROUNDING_BYTES + 1e-10 * folded.problem.budget_bytes
-        return np.maximum(adapter_bytes - folded.adapter_budget_bytes - slack, 0.0)
+        return np.maximum(adapter_bytes - self.folded.adapter_budget_bytes - self.folded.slack_bytes, 0.0)
 
+    @either(planner_calls.value)
     def value(self) -> float:
         """The objective, as `evaluate` defines it (but for what decides ties)."""
         folded = self.folded
@@ -136,6 +147,11 @@ class Decision:
         best = int(values.argmin())
         return float(values[best] + self.own + folded.serial_s), int(steps[best])
 
+    @either(planner_calls.take_best)
+    def take_best(self, moves: Moves, *, sharpness: float | None, byte_price: float) -> None:
+        """Applies the best prefix of some moves; arguments as of `ladder`."""
+        self.apply(moves, self.ladder(moves, sharpness=sharpness, byte_price=byte_price)[1])
+
     def _steps(self, moves: Moves, steps: np.ndarray):
         """Changes after each number of moves in `steps`: loads, own seconds; bytes and counts in all."""
         folded, s = self.folded, self.folded.num_columns
@@ -162,7 +178,7 @@ class Decision:
         self.own += float((folded.own[rows, columns] - folded.own[rows, before]).sum())
         self.bytes += float((folded.bytes[rows, columns] - folded.bytes[rows, before]).sum())
         s = folded.num_columns
-        self.count = self.count + np.bincount(columns[acting], minlength=s) - np.bincount(before[acting], minlength=s)
+        self.count += np.bincount(columns[acting], minlength=s) - np.bincount(before[acting], minlength=s)
         self.columns[rows] = columns
 
 

@@ -13,10 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from strategies.native import planner_calls
+from strategies.native.planner_calls import FoldedView
+from strategies.planner.implementation import either
 from strategies.planner.problem import DEVICE_RESOURCES, RESOURCES, STRIPED, PlanProblem
 
 _TIE = 1e-9
 """Of the base step: what decides between columns that cost the same (stay, then few bytes)."""
+
+_ROUNDING_BYTES = 1e-5
+"""Running sums of bytes may be off by this."""
 
 
 class _Layout(NamedTuple):
@@ -29,7 +35,6 @@ class _Layout(NamedTuple):
             have device resources alone.
         exists: [P] bool; groups without pool resources count on pool device 0 alone.
         phase: [P]; starts: [F], where each begins.
-        apart: no group has resources of both kinds.
     """
 
     device: np.ndarray
@@ -38,7 +43,6 @@ class _Layout(NamedTuple):
     exists: np.ndarray
     phase: np.ndarray
     starts: np.ndarray
-    apart: bool
 
     def places(self, sums: np.ndarray) -> np.ndarray:
         """Sums by home [..., H, F * R] as loads of places [..., P]."""
@@ -46,13 +50,25 @@ class _Layout(NamedTuple):
 
     def work(self, load: np.ndarray, home: np.ndarray, keep: np.ndarray) -> np.ndarray:
         """Loads of rows [M, S, F * R] as loads of some places [M, S, K]."""
-        flat, shape = load.reshape(-1, load.shape[-1]), (*load.shape[:2], len(keep))
-        device, pool = self.device[:, keep], self.pool[:, keep]
-        work = (flat @ (device + pool if self.apart else pool)).reshape(shape)
-        work *= self.here[home[:, None], keep][:, None, :]
-        if not self.apart:
-            work += (flat @ device).reshape(shape)
-        return work
+        return work_at_places(load, home, self.device[:, keep], self.pool[:, keep], self.here[:, keep])
+
+
+@either(planner_calls.work_at_places)
+def work_at_places(
+    load: np.ndarray, home: np.ndarray, device: np.ndarray, pool: np.ndarray, here: np.ndarray
+) -> np.ndarray:
+    """[M, S, K] from loads [M, S, F * R] and the matrices of K places of a `_Layout`."""
+    flat, shape = load.reshape(-1, load.shape[-1]), (*load.shape[:2], here.shape[1])
+    return (flat @ pool).reshape(shape) * here[home][:, None, :] + (flat @ device).reshape(shape)
+
+
+@either(planner_calls.extremes)
+def extremes(load: np.ndarray, home: np.ndarray, homes: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums by home [H, F * R] of the most, and of the least, that rows [M, S, F * R] load in columns they may have."""
+    at_home = (home == np.arange(homes)[:, None]).astype(float)
+    open_ = allowed[..., None]
+    highest, lowest = (load * open_).max(axis=1), np.where(open_, load, np.inf).min(axis=1)
+    return at_home @ highest, at_home @ lowest
 
 
 @functools.lru_cache(maxsize=64)
@@ -76,8 +92,14 @@ def _layout(num_phases: int, num_pool: int, groups: tuple[tuple[str, ...], ...],
         np.tile(first | np.tile(in_pool, parts), num_phases),
         np.repeat(np.arange(num_phases), parts * len(groups)),
         np.arange(num_phases) * (parts * len(groups)),
-        not (in_pool & (matrix * on_device).any(axis=0)).any(),
     )
+
+
+@either(planner_calls.least_sums)
+def least_sums(values: np.ndarray, active: np.ndarray, sets: np.ndarray) -> np.ndarray:
+    """[U] sums over rows of the least of values [M, S] in each of the sets [U, S] of columns, in any if not active."""
+    acting, idle = values[active].T, values[~active].min(axis=1).sum()
+    return np.array([acting[columns].min(axis=0, initial=np.inf).sum() + idle for columns in sets])
 
 
 class Folded:
@@ -96,10 +118,10 @@ class Folded:
         own: [M, S] seconds that no other choice changes: serial time and moves; inf where not allowed.
         allowed, bytes: [M, S].
         active, home: [M].
-        for_free: [S] bool, columns that every live row may have and that take no device memory.
         budget_bytes: for adapters and KV, without the bytes of rows that are not decided.
         adapter_budget_bytes: the most that adapters can have of it.
         adapter_limit_bytes: of the limit for adapters alone; None: there is none.
+        slack_bytes: what running sums of bytes may be off by.
         rest_bytes: of rows that are not decided.
         most_kv: P at most, if there is room.
         keep: [K] places among all of them.
@@ -139,7 +161,6 @@ class Folded:
         self.active, home = of_live(problem.active), of_live(problem.home)
         d = problem.num_pool_devices
         self.home = np.where(home == STRIPED, d, home)
-        self.for_free = (self.allowed & (self.bytes <= 0)).all(axis=0)
         self._budgets()
         self.fixed_serial = problem.fixed_serial_s.sum(axis=1)
         at = self._settled, self._rest[self._settled]
@@ -157,6 +178,7 @@ class Folded:
         if kv.kv_budget_bytes is not None and kv.device_bytes > 0:
             self.most_kv = max(kv.min_fraction, min(1.0, kv.kv_budget_bytes / kv.device_bytes))
         self.adapter_budget_bytes = problem.adapter_budget_bytes - self.rest_bytes
+        self.slack_bytes = _ROUNDING_BYTES + 1e-10 * problem.budget_bytes
         own_limit = kv.adapter_budget_bytes
         self.adapter_limit_bytes = None if own_limit is None else own_limit - self.rest_bytes
 
@@ -174,7 +196,6 @@ class Folded:
         problem, kv = self.problem, self.problem.kv
         s, num_kv, d = self.num_columns, len(kv.strategies), problem.num_pool_devices
         f, r = len(problem.phases), len(RESOURCES)
-        at_home = (self.home == np.arange(d + 1)[:, None]).astype(float)
         sums = np.zeros((s + num_kv + 4, d + 1, f, r))
         sums[:s, d] = problem.fixed_load_s
         by_device = np.swapaxes(problem.base_load_s, 0, 1)
@@ -184,16 +205,11 @@ class Folded:
         sums[s + 1, d, kv.phase, :DEVICE_RESOURCES] = kv.device_load_s[:DEVICE_RESOURCES]
         sums[s + 2 : -2, :d, kv.phase, DEVICE_RESOURCES:] = kv.pool_load_s[..., DEVICE_RESOURCES:]
         sums[s + 2 : -2, 0, kv.phase, :DEVICE_RESOURCES] = kv.pool_load_s[:, 0, :DEVICE_RESOURCES]
-        bounds = ((np.maximum, load), (np.minimum, load))
-        if not self.allowed.all():
-            open_ = self.allowed[..., None]
-            bounds = ((np.maximum, load * open_), (np.minimum, np.where(open_, load, np.inf)))
-        highest, lowest = (functools.reduce(of_two, np.swapaxes(loads, 0, 1)) for of_two, loads in bounds)
-        sums[-2] = (at_home @ highest).reshape(d + 1, f, r)
-        sums[-1] = (at_home @ lowest).reshape(d + 1, f, r)
+        highest, lowest = extremes(load, self.home, d + 1, self.allowed)
+        sums[-2], sums[-1] = highest.reshape(d + 1, f, r), lowest.reshape(d + 1, f, r)
         loads = layout.places(sums.reshape(len(sums), d + 1, f * r))
         self.keep = _that_matter(loads, layout, s)
-        loads = loads[:, self.keep]
+        loads = np.ascontiguousarray(loads[:, self.keep])
         self.fixed, self.base, self.kv_device, self.kv_pool = loads[:s], loads[s], loads[s + 1], loads[s + 2 : -2]
         self.phase_of = layout.phase[self.keep]
         self.starts = np.searchsorted(self.phase_of, np.arange(f))
@@ -210,6 +226,18 @@ class Folded:
         home = problem.home.take(rows)
         at_home = (np.where(home == STRIPED, d, home) == np.arange(d + 1)[:, None]).astype(float)
         return (at_home @ chosen).reshape(d + 1, f, r)
+
+    @functools.cached_property
+    def by_home(self) -> np.ndarray:
+        """[M] ranks of rows: neighbours have one home, and are about as large."""
+        ranks = np.empty(len(self.rows))
+        ranks[np.lexsort((self.own.min(axis=1) + self.bytes.sum(axis=1), self.home))] = self.rows
+        return ranks
+
+    @functools.cached_property
+    def view(self) -> FoldedView:
+        """What native functions see of it."""
+        return planner_calls.view_of(self)
 
     def fraction(self, adapter_bytes, wanted: float):
         """P beside adapters of so many bytes, `wanted` at most; for any shape."""

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from strategies.native import planner_calls
 from strategies.planner.decision import Decision, Moves
+from strategies.planner.implementation import either
 from strategies.planner.prices import Node, fractions
 
 _AT_ONCE = 16
@@ -60,11 +62,16 @@ def _shed(decision: Decision, costs: np.ndarray, over: float) -> None:
 def best_fraction(decision: Decision) -> None:
     """Gives KV the best attention strategy and P for the adapters as they are, exactly."""
     folded = decision.folded
-    problem, kv = folded.problem, folded.problem.kv
+    most = min(folded.most_kv, folded.problem.max_fraction(decision.bytes + folded.rest_bytes))
+    if most >= folded.problem.kv.min_fraction:
+        fraction_up_to(decision, most)
+
+
+@either(planner_calls.best_fraction)
+def fraction_up_to(decision: Decision, most: float) -> None:
+    """Gives KV the best attention strategy and P, of `most` at most."""
+    folded, kv = decision.folded, decision.folded.problem.kv
     edges = fractions(folded, Node(0, np.ones(0, bool)))
-    most = min(float(edges[-1]), problem.max_fraction(decision.bytes + folded.rest_bytes))
-    if most < kv.min_fraction:
-        return
     here = folded.kv_places
     without_kv, fraction = decision.adapter_loads()[here], decision.fraction
     best, best_s = None, np.inf
@@ -132,6 +139,7 @@ def _values(decision: Decision, loads: np.ndarray, bytes_: np.ndarray, rate: flo
     return decision.after(decision.adapter_loads() + loads, decision.bytes + bytes_, rate)
 
 
+@either(planner_calls.single_moves)
 def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
     """Takes the best single moves of some rows, several at once, until none helps.
 
@@ -149,7 +157,7 @@ def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | Non
         values[decision.overshoot(decision.bytes + singles.bytes) > 0] = np.inf
         to = values.argmin(axis=1)
         gain = still - values[np.arange(len(rows)), to]
-        order = np.argsort(-gain)[:_AT_ONCE]
+        order = np.argsort(-gain, kind="stable")[:_AT_ONCE]
         order = order[gain[order] > _GAIN * abs(still)]
         if not len(order):
             return
@@ -160,6 +168,7 @@ def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | Non
         decision.apply(moves, number)
 
 
+@either(planner_calls.exchanges)
 def exchanges(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:
     """Takes the best pair of moves of two rows, until no pair helps: one may free what the other needs.
 
@@ -213,12 +222,20 @@ def wander(decision: Decision, rows: np.ndarray, *, sharpness: float | None, ste
         sharpness: as of `single_moves`.
         steps: single moves.
     """
-    folded, best, draw = decision.folded, decision.copy(), np.random.default_rng(0)
-    best_s = decision.value()
-    byte_s = _DEAR_BYTES * best_s / max(1.0, float(folded.bytes.max(axis=1, initial=0.0).sum()))
+    most_bytes = float(decision.folded.bytes.max(axis=1, initial=0.0).sum())
+    byte_s = _DEAR_BYTES * decision.value() / max(1.0, most_bytes)
+    barred = np.random.default_rng(0).integers(_BARRED, 2 * _BARRED, steps)
+    walk(decision, rows, barred, sharpness=sharpness, byte_s=byte_s)
+    best_fraction(decision)
+
+
+@either(planner_calls.walk)
+def walk(decision: Decision, rows: np.ndarray, barred: np.ndarray, *, sharpness: float | None, byte_s: float) -> None:
+    """The steps of `wander`: the row of each is barred from going back for as many; a byte too much costs `byte_s`."""
+    folded, best, best_s = decision.folded, decision.copy(), decision.value()
     until = np.zeros((len(rows), folded.num_columns))
     at_row = np.arange(len(rows))
-    for step in range(steps if len(rows) else 0):
+    for step, rest in enumerate(barred if len(rows) else ()):
         singles = _singles(decision, rows)
         values = _values(decision, singles.loads, singles.bytes, decision.rate(sharpness)) + singles.own
         values += byte_s * decision.overshoot(decision.bytes + singles.bytes)
@@ -227,9 +244,8 @@ def wander(decision: Decision, rows: np.ndarray, *, sharpness: float | None, ste
         row, column = divmod(int(values.argmin()), folded.num_columns)
         if not np.isfinite(values[row, column]):
             break
-        until[row, decision.columns[rows[row]]] = step + 1 + draw.integers(_BARRED, 2 * _BARRED)
+        until[row, decision.columns[rows[row]]] = step + 1 + rest
         decision.apply(Moves(rows[[row]], np.array([column])), 1)
         if decision.fits and (value_s := decision.value()) < best_s * (1 - _GAIN):
             best, best_s = decision.copy(), value_s
     decision.take(best)
-    best_fraction(decision)

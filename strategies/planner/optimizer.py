@@ -185,10 +185,10 @@ def _simple(folded: Folded) -> list[Decision]:
             f"{problem.kv.min_fraction * problem.kv.device_bytes:.0f} of KV that is being written: "
             "unpin adapters, run fewer sequences or raise the budget"
         )
-    fillings = [filling]
+    fillings, idle = [filling], (~folded.active).astype(np.uint8)
     for column, name in enumerate(problem.strategies):
         full = filling.copy()
-        order = np.lexsort((current != column, ~folded.active))
+        order = np.argsort(2 * idle + (current != column), kind="stable")
         rest = order[~full.give(order, np.full(len(order), column))]
         if "fetch" in problem.strategies and name != "fetch":
             rest = rest[folded.active[rest]]
@@ -277,7 +277,7 @@ def _undecided(folded: Folded, best: _Found, node: Node, *, bound_s: float) -> _
     """Relaxes everyone, or those nearest to a tie and the others as prices say where that are too many."""
     affordable = int(_AFFORDABLE / (folded.num_columns * len(best.leading) ** 2))
     rows = np.sort(closest(best.decision, best.total, affordable))
-    others = np.setdiff1d(folded.rows, rows)
+    others = _others(folded, rows)
     columns = best.total[others].argmin(axis=1)
     loads = folded.base + folded.work[others, columns].sum(axis=0)
     part = Part(rows, np.ones(len(rows)), loads, float(folded.bytes[others, columns].sum()))
@@ -329,11 +329,17 @@ def _sample(folded: Folded) -> Part:
     bytes_, seconds = folded.bytes.sum(axis=1), folded.work.sum(axis=(1, 2))
     size = seconds / max(float(seconds.sum()), 1e-300) + bytes_ / max(float(bytes_.sum()), 1.0)
     heavy = np.argpartition(-size, _SAMPLE)[:_SAMPLE]
-    light = np.setdiff1d(folded.rows, heavy)
+    light = _others(folded, heavy)
     light = light[np.lexsort((size[light], folded.home[light]))]
     picked = light[((np.arange(_SAMPLE) + 0.5) * (len(light) / _SAMPLE)).astype(int)]
     weight = np.concatenate([np.ones(_SAMPLE), np.full(_SAMPLE, len(light) / _SAMPLE)])
     return Part(np.concatenate([heavy, picked]), weight, folded.base, 0.0)
+
+
+def _others(folded: Folded, rows: np.ndarray) -> np.ndarray:
+    others = np.ones(len(folded.rows), bool)
+    others[rows] = False
+    return np.flatnonzero(others)
 
 
 def _pressing(decision: Decision) -> np.ndarray:
@@ -364,8 +370,7 @@ def _refined(problem: PlanProblem, start: Duals) -> _Outcome | None:
         return None
     moves = _wanted(decision, usual)
     if len(moves.rows):
-        _, number = decision.ladder(moves, sharpness=None, byte_price=np.inf)
-        decision.apply(moves, number)
+        decision.take_best(moves, sharpness=None, byte_price=np.inf)
     single_moves(decision, closest(decision, total, _REFINED), sharpness=None, rounds=1)
     best_fraction(decision)
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]

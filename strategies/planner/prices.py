@@ -7,12 +7,13 @@ what every such set and every attention strategy can reach at best (`lower_bound
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import NamedTuple
 
 import numpy as np
 
-from strategies.planner.folded import Folded
+from strategies.planner.folded import Folded, least_sums
 from strategies.planner.relaxation import Relaxation
 
 
@@ -86,12 +87,9 @@ class Shares(NamedTuple):
 def nodes(folded: Folded) -> list[Node]:
     """All ways to serve KV with all sets of columns; one set where nothing is charged for using a column."""
     kv = folded.problem.kv
-    sets = [np.ones(folded.num_columns, bool)]
-    if folded.has_fixed:
-        every = itertools.product([True, False], repeat=folded.num_columns)
-        sets = [np.array(columns) for columns in every if any(columns)]
+    sets = _sets(folded.num_columns) if folded.has_fixed else np.ones((1, folded.num_columns), bool)
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]
-    least = [_least_bytes(folded, columns) for columns in sets]
+    least = least_sums(np.where(folded.allowed, folded.bytes, np.inf), folded.active, sets).tolist()
     return [
         Node(attention, columns, whole)
         for attention, whole in ways
@@ -100,12 +98,12 @@ def nodes(folded: Folded) -> list[Node]:
     ]
 
 
-def _least_bytes(folded: Folded, columns: np.ndarray) -> float:
-    """Device memory of adapters when each takes as little as it can."""
-    if np.any(folded.for_free & columns):
-        return 0.0
-    usable = folded.allowed & (columns | ~folded.active[:, None])
-    return float(np.where(usable, folded.bytes, np.inf).min(axis=1, initial=np.inf).sum())
+@functools.lru_cache(maxsize=8)
+def _sets(num_columns: int) -> np.ndarray:
+    """[2 ** S - 1, S] bool, all sets of columns but the empty one; read-only."""
+    sets = np.array([columns for columns in itertools.product([True, False], repeat=num_columns) if any(columns)])
+    sets.flags.writeable = False
+    return sets
 
 
 def _fits(folded: Folded, least: float, whole: bool) -> bool:
@@ -133,22 +131,23 @@ def lower_bounds(folded: Folded, prices: Prices, total: np.ndarray, among: list[
         among: nodes.
     """
     common = folded.serial_s - prices.joint * folded.budget_bytes + float(prices.places @ folded.base)
-    common += float(total[~folded.active].min(axis=1).sum())
     if folded.adapter_limit_bytes is not None:
         common -= prices.adapters * folded.adapter_limit_bytes
-    acting = np.ascontiguousarray(total[folded.active].T)
-    fixed = folded.fixed @ prices.places + folded.fixed_serial
-    seen: dict[tuple[bool, ...], float] = {}
+    sets: dict[bytes, int] = {}
     ways: dict[tuple[int, bool], float] = {}
-    bounds = np.empty(len(among))
-    for at, node in enumerate(among):
-        key, way = tuple(node.columns.tolist()), (node.attention, node.whole)
-        if key not in seen:
-            seen[key] = float(acting[node.columns].min(axis=0, initial=np.inf).sum() + fixed[node.columns].sum())
+    of_set, of_way, columns = [], [], []
+    for node in among:
+        key, way = node.columns.tobytes(), (node.attention, node.whole)
+        if key not in sets:
+            sets[key] = len(sets)
+            columns.append(node.columns)
         if way not in ways:
             ways[way] = _kv_bound(folded, prices, node)
-        bounds[at] = common + ways[way] + seen[key]
-    return bounds
+        of_set.append(sets[key])
+        of_way.append(ways[way])
+    open_ = np.array(columns)
+    least = least_sums(total, folded.active, open_) + open_ @ (folded.fixed @ prices.places + folded.fixed_serial)
+    return common + np.array(of_way) + least[of_set]
 
 
 def _kv_bound(folded: Folded, prices: Prices, node: Node) -> float:
@@ -224,7 +223,7 @@ class _Builder:
         folded, part, m, k = self.folded, self.part, len(self.part.rows), len(self.base)
         work = np.zeros((m + len(self.pieces), folded.num_columns, k + len(self.memory)))
         scaled = self.allowed * part.weight[:, None]
-        chosen = folded.work[part.rows[:, None], :, self.places].swapaxes(1, 2)
+        chosen = folded.work.take(part.rows, axis=0).take(self.places, axis=2)
         np.multiply(chosen, (scaled / self.scale_s)[..., None], out=work[:m, :, :k])
         work[:m, :, k:] = (folded.bytes[part.rows] * (scaled / self.unit))[..., None]
         for row, (low, high) in enumerate(self.pieces, m):
@@ -243,11 +242,12 @@ class _Builder:
             cost[:m] += noise * (tie_break * part.weight[:, None] / float(part.weight.sum()))
         for row, (low, high) in enumerate(self.pieces, m):
             cost[row, 1] = kv.move_s * (high - low) / self.scale_s if high > kv.current_fraction else 0.0
-        open_pieces = np.tile(np.arange(s) < 2, (len(self.pieces), 1))
+        allowed = np.zeros(cost.shape, bool)
+        allowed[:m], allowed[m:, :2] = self.allowed, True
         relaxed = Relaxation(
             self._work(),
             cost=cost,
-            allowed=np.vstack([self.allowed, open_pieces]),
+            allowed=allowed,
             phase_of=np.concatenate([folded.phase_of[self.places], np.full(len(self.memory), -1)]),
             limit=np.concatenate([-self.base / self.scale_s, [limit for _, limit in self.memory]]),
         ).solve(gap=gap)

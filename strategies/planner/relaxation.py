@@ -19,6 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.linalg.lapack import dpotrf, dpotrs  # pyright: ignore[reportAttributeAccessIssue]  # made by f2py
 
+from strategies.native import planner_calls
+from strategies.planner.implementation import either
+
 _STEP = 0.99
 """Of the way to the nearest boundary."""
 
@@ -66,16 +69,12 @@ class Relaxation:
     def __init__(
         self, work: np.ndarray, *, cost: np.ndarray, allowed: np.ndarray, phase_of: np.ndarray, limit: np.ndarray
     ) -> None:
-        self.rows_work = work
-        self.flat_work = work.reshape(-1, work.shape[-1])
-        self.mask = allowed.astype(float)
-        self.closed = 1.0 - self.mask
-        self.options = float(self.mask.sum())
-        self.barred = np.where(allowed, 0.0, np.inf)
-        self.cost = np.where(allowed, cost, 0.0)
-        self.limit = limit
-        self.each = np.ones(cost.shape[1])
-        self.phases = (phase_of[:, None] == np.arange(int(phase_of.max(initial=-1)) + 1)).astype(float)
+        self.rows_work = np.ascontiguousarray(work, float)
+        self.flat_work = self.rows_work.reshape(-1, work.shape[-1])
+        self.cost = np.ascontiguousarray(np.where(allowed, cost, 0.0), float)
+        self.allowed = np.ascontiguousarray(allowed, bool)
+        self.phase_of = np.ascontiguousarray(phase_of, np.int64)
+        self.limit = np.ascontiguousarray(limit, float)
 
     def work(self, shares: np.ndarray) -> np.ndarray:
         """G x."""
@@ -87,6 +86,30 @@ class Relaxation:
 
     def solve(self, *, gap: float, max_steps: int = 25) -> Relaxed:
         """Shares and prices whose values differ by `gap` of the value or less, if `max_steps` are enough."""
+        return Relaxed(*interior_point(self, gap, max_steps))
+
+
+@either(planner_calls.interior_point)
+def interior_point(problem: Relaxation, gap: float, max_steps: int) -> tuple[np.ndarray, np.ndarray, float, int]:
+    """The fields of `Relaxed`."""
+    return _Solver(problem).solve(gap, max_steps)
+
+
+class _Solver:
+    """The method in numpy."""
+
+    def __init__(self, problem: Relaxation) -> None:
+        allowed, phase_of = problem.allowed, problem.phase_of
+        self.rows_work, self.flat_work = problem.rows_work, problem.flat_work
+        self.work, self.priced, self.cost, self.limit = problem.work, problem.priced, problem.cost, problem.limit
+        self.mask = allowed.astype(float)
+        self.closed = 1.0 - self.mask
+        self.options = float(self.mask.sum())
+        self.barred = np.where(allowed, 0.0, np.inf)
+        self.each = np.ones(allowed.shape[1])
+        self.phases = (phase_of[:, None] == np.arange(int(phase_of.max(initial=-1)) + 1)).astype(float)
+
+    def solve(self, gap: float, max_steps: int) -> tuple[np.ndarray, np.ndarray, float, int]:
         point = self._start()
         best_bound, aim, step = -np.inf, gap, 0
         while True:
@@ -103,7 +126,7 @@ class Relaxation:
                 break
             point, aim = moved
             step += 1
-        return Relaxed(point.x, point.prices, aim, step)
+        return point.x, point.prices, aim, step
 
     def _start(self) -> _Point:
         """Inside all bounds, with prices that are feasible; limits without t may be missed."""
@@ -156,7 +179,7 @@ class Relaxation:
 class _Newton:
     """The equations of one step, reduced to the places."""
 
-    def __init__(self, problem: Relaxation, point: _Point, missing: np.ndarray) -> None:
+    def __init__(self, problem: _Solver, point: _Point, missing: np.ndarray) -> None:
         self.problem, self.point, self.missing = problem, point, missing
         self.weight = point.x / point.z * problem.mask
         self.total = self.weight @ problem.each

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from strategies.native import planner_calls
 from strategies.planner.decision import Decision, Moves
 from strategies.planner.folded import Folded
+from strategies.planner.implementation import either
 from strategies.planner.improve import best_fraction, make_fit, single_moves
 from strategies.planner.prices import Node, Prices, Shares
 
@@ -49,7 +51,7 @@ def rounded(folded: Folded, node: Node, relaxed: Shares, total: np.ndarray, *, b
     for sharpness in _LEVELS:
         if worth(best) <= bound_s * (1 + ENOUGH):
             break
-        _level(best, relaxed, usable, sharpness=sharpness, byte_s=byte_s)
+        level(best, relaxed, usable, sharpness=sharpness, byte_s=byte_s)
     make_fit(best, total - prices.adapter_byte * folded.bytes)
     if best.value() > bound_s * (1 + ENOUGH):
         mend(best, usable)
@@ -72,7 +74,8 @@ def _shares(total: np.ndarray, prices: Prices) -> np.ndarray:
     return shares / shares.sum(axis=1, keepdims=True)
 
 
-def _level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: float, byte_s: float) -> None:
+@either(planner_calls.level)
+def level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: float, byte_s: float) -> None:
     """Moves adapters that are near a tie away from what the decision loads more than the relaxation did."""
     folded, rows, prices = decision.folded, decision.folded.rows, relaxed.prices
     over = decision.fraction < relaxed.fraction or not decision.fits
@@ -84,10 +87,9 @@ def _level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness:
     rising = np.flatnonzero((gain > 0) & np.isfinite(gain))
     gain = gain[rising]
     loss = np.maximum(total[rising, to[rising]] - total[rising, decision.columns[rising]], 0.0)
-    order = rising[np.argsort(-gain / (loss + 1e-2 * gain + 1e-30))]
+    order = rising[np.argsort(loss / gain, kind="stable")]
     moves = Moves(order, to[order])
-    _, number = decision.ladder(moves, sharpness=sharpness, byte_price=byte_s)
-    decision.apply(moves, number)
+    decision.take_best(moves, sharpness=sharpness, byte_price=byte_s)
 
 
 def _roundings(folded: Folded, node: Node, shares: np.ndarray, fraction: float) -> Iterator[Decision]:
@@ -95,10 +97,8 @@ def _roundings(folded: Folded, node: Node, shares: np.ndarray, fraction: float) 
     largest = shares.argmax(axis=1)
     yield Decision(folded, largest, attention=node.attention, fraction=fraction)
     edges = shares.cumsum(axis=1)
-    turn = np.empty(len(shares))
-    turn[np.lexsort((folded.own.min(axis=1) + folded.bytes.sum(axis=1), folded.home))] = folded.rows
     for draw in range(_DRAWS):
-        at = (_GOLDEN * turn + draw / _DRAWS) % 1 * 0.998 + 0.001
+        at = (_GOLDEN * folded.by_home + draw / _DRAWS) % 1 * 0.998 + 0.001
         column = (edges < at[:, None]).sum(axis=1)
         column = np.where(shares[folded.rows, np.minimum(column, shares.shape[1] - 1)] > 1e-6, column, largest)
         yield Decision(folded, column, attention=node.attention, fraction=fraction)

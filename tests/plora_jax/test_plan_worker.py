@@ -11,7 +11,7 @@ from plora_jax.engine.machine import shape_of_model
 from plora_jax.engine.plan_reasons import PlanReasons
 from plora_jax.engine.plan_worker import POLICIES, PlanWorker, Snapshot, make_policy
 from strategies.cost import LORA_COLUMNS, adapter_features, cost_model, decoding
-from strategies.planner import NOWHERE, JointPlanner
+from strategies.planner import NOWHERE, JointPlanner, implementation
 from tests.plora_jax.conformance import PACK
 
 SHAPE = shape_of_model(load_config(str(PACK / "models" / "llama")), name="llama", item_bytes=4)
@@ -118,3 +118,10 @@ def test_adapter_loaded_after_the_plan_has_no_long_reason():
     reasons = PlanReasons(make_worker(JointPlanner()).decide(snapshot()))
     assert reasons.short(99) == "loaded after the last plan"
     assert reasons.long(99, "x") is None
+
+
+def test_make_policy_builds_what_a_first_choice_would_wait_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(implementation, "unavailable", lambda: asked.append(1))
+    make_policy("lru", interval_steps=1)
+    assert asked

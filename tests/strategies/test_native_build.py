@@ -35,6 +35,12 @@ def test_unavailable_compiler_that_fails_gives_its_first_line_and_leaves_no_file
     assert [p.name for p in tmp_path.iterdir()] == ["cxx"]
 
 
+def test_function_without_a_library_says_why(monkeypatch):
+    monkeypatch.setattr(build, "unavailable", lambda: "switched off by PLORA_NATIVE=0")
+    with pytest.raises(RuntimeError, match="no native plora_plan_value: switched off by PLORA_NATIVE=0"):
+        build.function("plora_plan_value")
+
+
 def test_unavailable_folder_that_cannot_be_written_says_why(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PLORA_NATIVE_DIR", str(tmp_path / "file" / "native"))

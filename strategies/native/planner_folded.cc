@@ -1,0 +1,115 @@
+// Sums over the adapters of a planning problem, in one pass each: those of strategies/planner/folded.py, decision.py.
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "planner_decision.h"
+
+namespace plora::planner {
+namespace {
+
+// Loads [M, S, R], and where each row's work is when it is done in the pool, of H places.
+struct Loads {
+  int64_t rows, columns, resources, homes;
+  const double* load;
+  const int64_t* home;
+
+  const double* Of(int64_t row, int64_t column) const { return load + (row * columns + column) * resources; }
+};
+
+// Sums by home [H, R] of the most, and of the least, that rows load in columns allowed to them: one at least.
+void Extremes(const Loads& loads, const uint8_t* allowed, double* highest, double* lowest) {
+  int64_t r = loads.resources;
+  std::vector<double> most(r), least(r);
+  for (int64_t row = 0; row < loads.rows; ++row) {
+    std::fill(most.begin(), most.end(), 0.0), std::fill(least.begin(), least.end(), kInf);
+    for (int64_t s = 0; s < loads.columns; ++s) {
+      if (!allowed[row * loads.columns + s]) continue;
+      const double* load = loads.Of(row, s);
+      for (int64_t i = 0; i < r; ++i) most[i] = std::max(most[i], load[i]), least[i] = std::min(least[i], load[i]);
+    }
+    double *high = highest + loads.home[row] * r, *low = lowest + loads.home[row] * r;
+    for (int64_t i = 0; i < r; ++i) high[i] += most[i], low[i] += least[i];
+  }
+}
+
+// The seconds [M, S, K] that loads are for places: `shares` [H, K, R] of each resource.
+void Work(const Loads& loads, int64_t places, const double* shares, double* work) {
+  // Few resources load a place: the first of all places, then the second, and so on; factors 0 where there are no more.
+  int64_t r = loads.resources, depth = 0;
+  std::vector<std::vector<int64_t>> of_place(places);
+  for (int64_t at = 0; at < loads.homes * places * r; ++at) {
+    auto& list = of_place[at / r % places];
+    if (shares[at] != 0.0 && std::find(list.begin(), list.end(), at % r) == list.end()) list.push_back(at % r);
+    depth = std::max<int64_t>(depth, list.size());
+  }
+  std::vector<int64_t> from(depth * places, 0);
+  std::vector<double> factors(loads.homes * depth * places, 0.0);
+  for (int64_t k = 0; k < places; ++k) {
+    for (size_t d = 0; d < of_place[k].size(); ++d) {
+      from[d * places + k] = of_place[k][d];
+      for (int64_t home = 0; home < loads.homes; ++home) {
+        factors[(home * depth + d) * places + k] = shares[(home * places + k) * r + of_place[k][d]];
+      }
+    }
+  }
+  std::fill_n(work, loads.rows * loads.columns * places, 0.0);
+  for (int64_t option = 0; option < loads.rows * loads.columns; ++option, work += places) {
+    const double* load = loads.load + option * r;
+    const double* factor = factors.data() + loads.home[option / loads.columns] * depth * places;
+    for (int64_t d = 0; d < depth; ++d) {
+      for (int64_t k = 0; k < places; ++k) work[k] += load[from[d * places + k]] * factor[d * places + k];
+    }
+  }
+}
+
+}  // namespace
+}  // namespace plora::planner
+
+using namespace plora::planner;
+
+extern "C" {
+
+void plora_plan_extremes(int64_t rows, int64_t columns, int64_t resources, int64_t homes, const double* load,
+                         const int64_t* home, const uint8_t* allowed, double* highest, double* lowest) {
+  Extremes({rows, columns, resources, homes, load, home}, allowed, highest, lowest);
+}
+
+void plora_plan_work(int64_t rows, int64_t columns, int64_t resources, int64_t homes, const double* load,
+                     const int64_t* home, int64_t places, const double* shares, double* work) {
+  Work({rows, columns, resources, homes, load, home}, places, shares, work);
+}
+
+// [U] sums over rows of the least of values [M, S] in each of the sets [U, S] of columns; in any column if not active.
+void plora_plan_least_sums(int64_t rows, int64_t columns, int64_t sets, const double* values, const uint8_t* active,
+                           const uint8_t* in_set, double* sums) {
+  std::vector<double> barred(sets * columns);
+  for (int64_t i = 0; i < sets * columns; ++i) barred[i] = in_set[i] ? 0.0 : kInf;
+  std::fill_n(sums, sets, 0.0);
+  for (int64_t row = 0; row < rows; ++row, values += columns) {
+    double of_all = *std::min_element(values, values + columns);
+    for (int64_t set = 0; set < sets; ++set) {
+      double least = active[row] ? kInf : of_all;
+      for (int64_t s = 0; active[row] && s < columns; ++s) {
+        least = std::min(least, values[s] + barred[set * columns + s]);
+      }
+      sums[set] += least;
+    }
+  }
+}
+
+// Sums of a decision by its columns; loads are added to what is there.
+void plora_plan_sums(const Folded* folded, Decision* decision) {
+  decision->own = decision->bytes = 0.0;
+  std::fill_n(decision->count, folded->columns, 0);
+  for (int64_t row = 0; row < folded->rows; ++row) {
+    int64_t column = decision->columns[row], at = row * folded->columns + column;
+    const double* work = folded->Work(row, column);
+    for (int64_t k = 0; k < folded->places; ++k) decision->loads[k] += work[k];
+    decision->own += folded->own[at], decision->bytes += folded->bytes[at];
+    decision->count[column] += folded->active[row];
+  }
+}
+
+}  // extern "C"

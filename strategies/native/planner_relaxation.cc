@@ -1,0 +1,331 @@
+// The planner's linear relaxation in one call: method, names and limits are those of strategies/planner/relaxation.py.
+//
+// Numbers of options are kept column by column, [S, N]: what is summed over the options of a row is a sum of columns,
+// and loops run over the rows side by side. Work is [places, S, N].
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "planner_sums.h"
+
+namespace plora::planner {
+namespace {
+
+constexpr double kStep = 0.99;      // of the way to the nearest boundary
+constexpr double kFeasible = 1e-3;  // largest violation of a place's limit that counts as none
+
+// Arrays that live as long as the workspace.
+class Workspace {
+ public:
+  double* Take(int64_t count) { return arrays_.emplace_back(count).data(); }
+
+ private:
+  std::vector<std::vector<double>> arrays_;
+};
+
+// Primal and dual variables, or a direction of them.
+struct Point {
+  double *x, *z, *slack, *prices, *t;
+};
+
+// Parts of a direction, of its primal and of its dual variables.
+struct Reached {
+  double x, z;
+};
+
+// A symmetric matrix, of which the upper half is kept by rows, and its Cholesky factor U' U in the same place.
+struct Symmetric {
+  double* numbers;
+  int64_t size;
+
+  double* Row(int64_t i) const { return numbers + i * size; }
+
+  // False: it is not positive definite.
+  bool Factor() const {
+    for (int64_t k = 0; k < size; ++k) {
+      double* row = Row(k);
+      if (!(row[k] > 0.0)) return false;
+      double root = std::sqrt(row[k]);
+      for (int64_t j = k; j < size; ++j) row[j] /= root;
+      for (int64_t i = k + 1; i < size; ++i) {
+        for (int64_t j = i; j < size; ++j) Row(i)[j] -= row[i] * row[j];
+      }
+    }
+    return true;
+  }
+
+  // Solves in place, once factored.
+  void Solve(double* b) const {
+    for (int64_t k = 0; k < size; ++k) {
+      b[k] /= Row(k)[k];
+      for (int64_t j = k + 1; j < size; ++j) b[j] -= Row(k)[j] * b[k];
+    }
+    for (int64_t k = size - 1; k >= 0; --k) {
+      int64_t rest = size - k - 1;
+      b[k] = (b[k] - Dot(Row(k) + k + 1, b + k + 1, rest)) / Row(k)[k];
+    }
+  }
+};
+
+class Relaxation {
+ public:
+  // As of the Python class; what is given has [N, S] and [N, S, places].
+  Relaxation(int64_t rows, int64_t columns, int64_t places, const double* work, const double* cost,
+             const uint8_t* allowed, const int64_t* phase_of, const double* limit)
+      : n_(rows), s_(columns), o_(rows * columns), p_(places), phase_of_(phase_of), limit_(limit),
+        f_(places ? *std::max_element(phase_of, phase_of + places) + 1 : 0) {
+    work_ = space_.Take(p_ * (o_ + n_)), weighted_ = space_.Take(p_ * (o_ + n_));
+    cost_ = space_.Take(o_), mask_ = space_.Take(o_), dual_ = space_.Take(o_);
+    weight_ = space_.Take(o_), free_ = space_.Take(o_), gaps_ = space_.Take(o_);
+    total_ = space_.Take(n_), surplus_ = space_.Take(n_), level_ = space_.Take(n_);
+    missing_ = space_.Take(p_), slack_gaps_ = space_.Take(p_);
+    normal_ = {space_.Take(p_ * p_), p_}, towards_t_ = space_.Take(f_ * p_), of_t_ = {space_.Take(f_ * f_), f_};
+    point_ = TakePoint(), trial_ = TakePoint();
+    ForOptions([&](int64_t row, int64_t o) {
+      int64_t from = row * s_ + o / n_;
+      mask_[o] = allowed[from];
+      cost_[o] = allowed[from] ? cost[from] : 0.0;
+      for (int64_t p = 0; p < p_; ++p) Work(p)[o] = work[from * p_ + p];
+    });
+    options_ = Sum(o_, [&](int64_t o) { return mask_[o]; });
+  }
+
+  // Steps until primal and dual values differ by `gap` of the value; gives their number.
+  int64_t Solve(double gap, int64_t most_steps) {
+    Start();
+    aim_ = gap;
+    double best_bound = -kInf;
+    for (int64_t step = 0;; ++step) {
+      double bound = Bound();
+      best_bound = std::max(best_bound, bound);
+      double value = Dot(cost_, point_.x, o_) + Sum(f_, [&](int64_t f) { return point_.t[f]; });
+      double violation = 0.0;
+      for (int64_t p = 0; p < p_; ++p) {
+        missing_[p] = limit_[p] - Dot(Work(p), point_.x, o_) + OfPhase(point_.t, p) - point_.slack[p];
+        violation = std::max(violation, std::abs(missing_[p]));
+      }
+      bool done = value - best_bound <= gap * std::abs(value) && violation <= kFeasible;
+      if (done || step == most_steps || !std::isfinite(bound) || !Step()) return step;
+    }
+  }
+
+  void Give(double* shares, double* prices, double* softness) const {
+    ForOptions([&](int64_t row, int64_t o) { shares[row * s_ + o / n_] = point_.x[o]; });
+    std::copy_n(point_.prices, p_, prices);
+    *softness = aim_;
+  }
+
+ private:
+  // [S, N] of a place, and [N] behind it: what the rows' own equations take off.
+  double* Work(int64_t place) const { return work_ + place * (o_ + n_); }
+  double* Weighted(int64_t place) const { return weighted_ + place * (o_ + n_); }
+
+  Point TakePoint() {
+    Point point;
+    point.x = space_.Take(o_), point.z = space_.Take(o_);
+    point.slack = space_.Take(p_), point.prices = space_.Take(p_), point.t = space_.Take(f_);
+    return point;
+  }
+
+  double OfPhase(const double* t, int64_t place) const { return phase_of_[place] < 0 ? 0.0 : t[phase_of_[place]]; }
+
+  // Sums of places by phase.
+  void ByPhase(const double* of_places, double* out) const {
+    std::fill_n(out, f_, 0.0);
+    for (int64_t p = 0; p < p_; ++p) {
+      if (phase_of_[p] >= 0) out[phase_of_[p]] += of_places[p];
+    }
+  }
+
+  // [S, N]: what options cost at prices of their work.
+  void Priced(const double* prices, double* out) const {
+    std::fill_n(out, o_, 0.0);
+    for (int64_t p = 0; p < p_; ++p) {
+      for (int64_t o = 0; o < o_; ++o) out[o] += prices[p] * Work(p)[o];
+    }
+  }
+
+  // Calls visit(row, option) for all options.
+  template <typename F>
+  void ForOptions(const F& visit) const {
+    for (int64_t s = 0; s < s_; ++s) {
+      for (int64_t row = 0; row < n_; ++row) visit(row, s * n_ + row);
+    }
+  }
+
+  // [N] sums over the options of each row of of(option).
+  template <typename F>
+  void OfRows(double* out, const F& of) const {
+    std::fill_n(out, n_, 0.0);
+    ForOptions([&](int64_t row, int64_t o) { out[row] += of(o); });
+  }
+
+  // [N] the least of dual_ among the open options of each row.
+  void LeastDual(double* out) const {
+    std::fill_n(out, n_, kInf);
+    ForOptions([&](int64_t row, int64_t o) { out[row] = std::min(out[row], mask_[o] > 0 ? dual_[o] : kInf); });
+  }
+
+  void PriceOptions() {
+    Priced(point_.prices, dual_);
+    for (int64_t o = 0; o < o_; ++o) dual_[o] += cost_[o];
+  }
+
+  double Bound() {
+    PriceOptions();
+    LeastDual(level_);
+    return Sum(n_, [&](int64_t row) { return level_[row]; }) - Dot(limit_, point_.prices, p_);
+  }
+
+  // Inside all bounds, with prices that are feasible; limits without t may be missed.
+  void Start() {
+    double *slack = point_.slack, *prices = point_.prices, *t = point_.t;
+    OfRows(total_, [&](int64_t o) { return mask_[o]; });
+    ForOptions([&](int64_t row, int64_t o) { point_.x[o] = mask_[o] / total_[row]; });
+    std::fill_n(t, f_, -kInf);
+    for (int64_t p = 0; p < p_; ++p) {
+      slack[p] = Dot(Work(p), point_.x, o_) - limit_[p];  // for now, what it is over by
+      if (phase_of_[p] >= 0) t[phase_of_[p]] = std::max(t[phase_of_[p]], slack[p]);
+    }
+    double scale = std::max(Largest(f_, 0.0, [&](int64_t f) { return std::abs(t[f]); }), 1e-9);
+    for (int64_t f = 0; f < f_; ++f) t[f] += 0.1 * scale;
+    for (int64_t p = 0; p < p_; ++p) {
+      bool timed = phase_of_[p] >= 0;
+      slack[p] = timed ? OfPhase(t, p) - slack[p] : std::max(-slack[p], 0.1);
+      prices[p] = timed ? 1.0 / slack[p] : 0.0;
+    }
+    ByPhase(prices, trial_.t);
+    for (int64_t p = 0; p < p_; ++p) {
+      prices[p] = phase_of_[p] >= 0 ? prices[p] / std::max(OfPhase(trial_.t, p), 1e-300) : 0.1;
+    }
+    PriceOptions();
+    LeastDual(level_);
+    OfRows(surplus_, [&](int64_t o) { return dual_[o] * mask_[o]; });
+    for (int64_t row = 0; row < n_; ++row) {
+      double least = level_[row], mean = surplus_[row] / total_[row];
+      level_[row] = least - 0.1 * (mean - least) - 1e-4 * std::abs(least) - 1e-9;
+    }
+    ForOptions([&](int64_t row, int64_t o) { point_.z[o] = mask_[o] > 0 ? dual_[o] - level_[row] : 1.0; });
+  }
+
+  // Moves the point; false when the equations cannot be solved.
+  bool Step() {
+    if (!Prepare()) return false;
+    Point &at = point_, &to = trial_;
+    double total = Dot(at.x, at.z, o_) + Dot(at.slack, at.prices, p_);  // x is 0 where an option is closed
+    for (int64_t o = 0; o < o_; ++o) gaps_[o] = -at.x[o] * at.z[o];
+    for (int64_t p = 0; p < p_; ++p) slack_gaps_[p] = -at.slack[p] * at.prices[p];
+    Direction();
+    Reached by = Reach();
+    double after = Sum(o_, [&](int64_t o) { return (at.x[o] + by.x * to.x[o]) * (at.z[o] + by.z * to.z[o]); });
+    after += Sum(p_, [&](int64_t p) {
+      return (at.slack[p] + by.x * to.slack[p]) * (at.prices[p] + by.z * to.prices[p]);
+    });
+    aim_ = total / (options_ + static_cast<double>(p_)) * std::pow(std::min(1.0, after / total), 3);
+    for (int64_t o = 0; o < o_; ++o) gaps_[o] = (aim_ - at.x[o] * at.z[o] - to.x[o] * to.z[o]) * mask_[o];
+    for (int64_t p = 0; p < p_; ++p) slack_gaps_[p] = aim_ - at.slack[p] * at.prices[p] - to.slack[p] * to.prices[p];
+    Direction();
+    by = Reach();
+    by = {std::min(1.0, kStep * by.x), std::min(1.0, kStep * by.z)};
+    for (int64_t o = 0; o < o_; ++o) at.x[o] += by.x * to.x[o], at.z[o] += by.z * to.z[o];
+    for (int64_t p = 0; p < p_; ++p) at.slack[p] += by.x * to.slack[p], at.prices[p] += by.z * to.prices[p];
+    for (int64_t f = 0; f < f_; ++f) at.t[f] += by.x * to.t[f];
+    return true;
+  }
+
+  // Factors the matrix of places, G (W - W 1 1' W / total) G' and the slacks'; false: it is singular.
+  bool Prepare() {
+    for (int64_t o = 0; o < o_; ++o) weight_[o] = point_.x[o] / point_.z[o] * mask_[o];
+    OfRows(total_, [&](int64_t o) { return weight_[o]; });
+    for (int64_t row = 0; row < n_; ++row) level_[row] = 1.0 / std::sqrt(total_[row]);
+    for (int64_t p = 0; p < p_; ++p) {
+      double *work = Work(p), *weighted = Weighted(p), *mean = work + o_, *minus = weighted + o_;
+      for (int64_t o = 0; o < o_; ++o) weighted[o] = weight_[o] * work[o];
+      OfRows(mean, [&](int64_t o) { return weighted[o]; });
+      for (int64_t row = 0; row < n_; ++row) mean[row] *= level_[row], minus[row] = -mean[row];
+    }
+    Multiply();
+    for (int64_t p = 0; p < p_; ++p) normal_.Row(p)[p] += point_.slack[p] / point_.prices[p];
+    if (!normal_.Factor()) return false;
+    for (int64_t f = 0; f < f_; ++f) {
+      double* column = towards_t_ + f * p_;
+      for (int64_t p = 0; p < p_; ++p) column[p] = phase_of_[p] == f;
+      normal_.Solve(column);
+      ByPhase(column, of_t_.Row(f));
+    }
+    return of_t_.Factor();
+  }
+
+  // The upper half of weighted work times work, by blocks that stay in the cache.
+  void Multiply() {
+    constexpr int64_t kBlock = 512;
+    std::fill_n(normal_.numbers, p_ * p_, 0.0);
+    for (int64_t first = 0; first < o_ + n_; first += kBlock) {
+      int64_t count = std::min(kBlock, o_ + n_ - first);
+      for (int64_t i = 0; i < p_; ++i) {
+        for (int64_t j = i; j < p_; ++j) normal_.Row(i)[j] += Dot(Weighted(i) + first, Work(j) + first, count);
+      }
+    }
+  }
+
+  // trial_ becomes the move after which products of primal and dual variables have changed by gaps_, to first order.
+  void Direction() {
+    Point &at = point_, &to = trial_;
+    for (int64_t o = 0; o < o_; ++o) free_[o] = gaps_[o] / at.z[o];
+    OfRows(surplus_, [&](int64_t o) { return free_[o]; });
+    ForOptions([&](int64_t row, int64_t o) { to.x[o] = free_[o] - weight_[o] * (surplus_[row] / total_[row]); });
+    for (int64_t p = 0; p < p_; ++p) {
+      to.prices[p] = Dot(Work(p), to.x, o_) + slack_gaps_[p] / at.prices[p] - missing_[p];
+    }
+    normal_.Solve(to.prices);
+    ByPhase(to.prices, to.t);
+    of_t_.Solve(to.t);
+    for (int64_t f = 0; f < f_; ++f) {
+      for (int64_t p = 0; p < p_; ++p) to.prices[p] -= towards_t_[f * p_ + p] * to.t[f];
+    }
+    Priced(to.prices, to.z);
+    OfRows(level_, [&](int64_t o) { return weight_[o] * to.z[o]; });
+    for (int64_t row = 0; row < n_; ++row) level_[row] = (level_[row] - surplus_[row]) / total_[row];
+    ForOptions([&](int64_t row, int64_t o) {
+      to.z[o] = (to.z[o] - level_[row]) * mask_[o];
+      to.x[o] = free_[o] - weight_[o] * to.z[o];
+    });
+    for (int64_t p = 0; p < p_; ++p) to.slack[p] = (slack_gaps_[p] - at.slack[p] * to.prices[p]) / at.prices[p];
+  }
+
+  // How far along trial_ all primal, and all dual variables stay positive; at most 1 / kStep.
+  Reached Reach() const {
+    const Point &at = point_, &to = trial_;
+    double primal = Largest(o_, kStep, [&](int64_t o) { return -to.x[o] / std::max(at.x[o], 1e-300); });
+    double dual = Largest(o_, kStep, [&](int64_t o) { return -to.z[o] / at.z[o]; });
+    primal = Largest(p_, primal, [&](int64_t p) { return -to.slack[p] / at.slack[p]; });
+    dual = Largest(p_, dual, [&](int64_t p) { return -to.prices[p] / at.prices[p]; });
+    return {1.0 / primal, 1.0 / dual};
+  }
+
+  int64_t n_, s_, o_, p_;  // rows, columns, options, places
+  const int64_t* phase_of_;
+  const double* limit_;
+  int64_t f_;  // phases
+  Workspace space_;
+  double *work_, *weighted_, *cost_, *mask_, *dual_, *weight_, *free_, *gaps_;
+  double *total_, *surplus_, *level_, *missing_, *slack_gaps_, *towards_t_;
+  Symmetric normal_, of_t_;
+  Point point_, trial_;
+  double options_, aim_ = 0.0;
+};
+
+}  // namespace
+}  // namespace plora::planner
+
+extern "C" int64_t plora_plan_relaxation(int64_t rows, int64_t columns, int64_t places, const double* work,
+                                         const double* cost, const uint8_t* allowed, const int64_t* phase_of,
+                                         const double* limit, double gap, int64_t most_steps, double* shares,
+                                         double* prices, double* softness) {
+  plora::planner::Relaxation relaxation(rows, columns, places, work, cost, allowed, phase_of, limit);
+  int64_t steps = relaxation.Solve(gap, most_steps);
+  relaxation.Give(shares, prices, softness);
+  return steps;
+}
