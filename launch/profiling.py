@@ -1,7 +1,7 @@
 """Traces of a few steps, for people to look at and for `bench latency --breakdown` to add up.
 
     keep_names_in_programs()                                   # before the engine is built
-    deployment.executor.on_step = StepProfiler(directory, steps=20)
+    StepProfiler(directory, steps=20).watch(deployment.executor)
 
 The profiler starts before a step of traffic and stops after so many more; traffic waits meanwhile while the file is
 written, some seconds. Programs and the host's parts of a step carry names (`plora_jax.model.scopes`,
@@ -18,6 +18,7 @@ from collections.abc import Callable
 import jax
 
 from launch.flags import StartError
+from plora_jax.engine.executor import JaxExecutor
 from plora_jax.engine.plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class ProfileConfig:
 
     Attributes:
         profile_dir: write a trace of the first steps of traffic to this directory, made where it is missing; the steps
-            are slower meanwhile, and traffic waits some seconds while the file is written.
+            are slower meanwhile and none is begun before the last one has ended, and traffic waits some seconds while
+            the file is written.
         profile_steps: steps in the trace of --profile_dir.
     """
 
@@ -68,7 +70,7 @@ def make_directory(directory: str | pathlib.Path) -> None:
 
 
 class StepProfiler:
-    """Traces steps of an engine; give it to `JaxExecutor.on_step`.
+    """Traces steps of an engine, which follow one another as long as it is `JaxExecutor.on_step`.
 
     Args:
         directory: where the trace goes.
@@ -94,6 +96,16 @@ class StepProfiler:
         self._wanted, self._take, self._on_done = wanted, take, on_done
         self._running = self._done = False
         make_directory(directory)
+
+    def watch(self, executor: JaxExecutor) -> None:
+        """Is told of the executor's steps until the trace is written."""
+
+        def tell(plan: StepPlan) -> None:
+            self(plan)
+            if self._done:
+                executor.on_step = None
+
+        executor.on_step = tell
 
     def __call__(self, plan: StepPlan) -> None:
         """Takes note of a step that is about to be carried out, in the thread that steps."""

@@ -78,7 +78,8 @@ def main() -> int:
         shipped=shipped_adapters(engine_config),
     )
     state = make_state(deployment, http_config, template=template)
-    deployment.executor.on_step = profiler
+    if profiler is not None:
+        profiler.watch(deployment.executor)
     status = run_server(state, listening, log=log)
     if profiler is not None:
         profiler.close()

@@ -99,7 +99,7 @@ def _trace(
     )
     if ahead:
         profiler.start()
-    executor.on_step = profiler
+    profiler.watch(executor)
     try:
         EngineTarget(deployment.engine).run(jobs, concurrency=None)
     finally:

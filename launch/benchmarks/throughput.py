@@ -208,7 +208,7 @@ def _replayed(case: ThroughputCase, trace: Sequence[Arrival], max_tokens: int | 
 def _profile(executor: JaxExecutor, run: Callable[[], object], profile: ProfileConfig, log: StageLog) -> None:
     """Traces the first steps of a run."""
     profiler = StepProfiler(profile.profile_dir or "", steps=profile.profile_steps)
-    executor.on_step = profiler
+    profiler.watch(executor)
     run()
     executor.on_step = None
     profiler.close()

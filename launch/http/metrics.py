@@ -132,6 +132,8 @@ class Metrics(Collector):
                 "Completions that ended with an error because their logits were not finite.",
                 stats.overflowed,
             ),
+            "plora:steps": ("Steps of the engine.", stats.steps),
+            "plora:steps_ahead": ("Steps that were begun while the one before was under way.", stats.steps_ahead),
             "plora:suspensions": ("Preemptions that kept keys and values in the pool.", stats.suspensions),
             "plora:restores": ("KV pages brought back from the pool to be filled on.", stats.restores),
         }

@@ -272,6 +272,8 @@ class Engine:
             generation_tokens=generation_tokens,
             finished=finished,
             overflowed=overflowed,
+            steps=self._recorder.steps,
+            steps_ahead=self._recorder.steps_ahead,
             running_adapters=running,
             waiting_adapters=waiting,
         )

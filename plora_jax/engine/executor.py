@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
@@ -34,6 +35,8 @@ from plora_jax.engine.traffic import StepTraffic
 from plora_jax.model import Decoder, Params, packed_specs
 from strategies.kernel_tables import Kernels, choose_kernels
 from strategies.strategy_table import LORA
+
+logger = logging.getLogger(__name__)
 
 
 class Program(NamedTuple):
@@ -160,20 +163,23 @@ class JaxExecutor:
             One result a row, in order.
 
         Raises:
-            KvLostError: the step failed in what it computed near the data and took the KV pages of the device with it.
-                Those are empty again, and the next steps compute nothing there.
+            KvLostError: the step failed and took the KV pages of the device with it. Those are empty again; where it
+                computed near the data, the next steps compute nothing there.
             Exception: the step failed for another reason, or twice.
         """
         begun, self._begun = self._begun, None
         if begun is not None and begun.plan is plan:
             bucket, built = begun.bucket, begun.built
         else:
+            assert not plan.ahead, "a step that was planned ahead is executed only if it was begun"
             begun = None
             if self.on_step is not None:
                 self.on_step(plan)
             bucket, built = self._pack(plan)
         try:
             return self._finish(begun or self._start(plan, bucket, built))
+        except KvLostError:
+            raise  # by `begin`
         except Exception as error:
             # What was begun goes down with the step before it.
             self._begun = None
@@ -203,22 +209,23 @@ class JaxExecutor:
         try:
             self._begun = self._start(plan, bucket, built, drawn=before.result.sampled.token_ids)
         except Exception as error:
+            logger.warning("a step was not begun ahead: %s: %s", type(error).__name__, error)
             self._is_without(built, error)
             return False
         return True
 
     def _is_without(self, built: BuiltStep, error: Exception) -> bool:
-        """After a failed step: whether nothing computes near the data from here on, and it did before.
+        """After a failed step: whether it computed near the data, and nothing does from here on.
 
         Raises:
-            KvLostError: so it is, and the KV pages of the device are empty.
+            KvLostError: the KV pages of the device went down with it, and are empty.
         """
-        if self._guard is None or not self._guard.blame(built.use, error):
-            return False
+        without = self._guard is not None and self._guard.blame(built.use, error)
         if self._memory.kv_is_lost():
             self._memory.renew_kv()
-            raise KvLostError("the step took the KV pages of the device with it") from error
-        return True
+            failure = None if without else error
+            raise KvLostError("the step took the KV pages of the device with it", failure) from error
+        return without
 
     def _pack(self, plan: StepPlan, drawn_at: Mapping[int, int] | None = None) -> tuple[Bucket, BuiltStep]:
         with annotate(annotations.PACK):

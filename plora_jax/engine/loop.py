@@ -265,6 +265,7 @@ class EngineLoop:
 
     def _meanwhile(self) -> None:
         """What the host does while the device works on a step: it begins the next one, then delivers the last one."""
+        self._ahead = StepPlan(())  # A step that is made once more has the one after it planned again.
         if self._may_run_ahead():
             with annotate(annotations.PLAN):
                 plan = self._scheduler.schedule_ahead(self._under_way)
@@ -405,19 +406,26 @@ class EngineLoop:
             logger.warning("%s: what the pool does not hold is computed again", error)
             self._ahead = StepPlan(())
             self._scheduler.rewind()
+            if error.failure is not None:
+                self._fail_step(plan, error.failure)
             return []
         except Exception as error:
-            logger.exception("a step of %d rows failed", len(plan.rows))
             self._ahead = StepPlan(())
-            self._deliver()
-            self._failed_steps += 1
-            for row in plan.rows:
-                self._fail(row.sequence.seq_id, f"the step that computed it failed: {_say(error)}")
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                self._die(f"{MAX_FAILED_STEPS} steps in a row failed, the last with {_say(error)}")
+            self._fail_step(plan, error)
             return []
         self._failed_steps = 0
+        self._recorder.stepped(ahead=plan.ahead)
         return done
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        """Ends the requests of a step that failed; the engine, too, where one failed after another."""
+        logger.error("a step of %d rows failed", len(plan.rows), exc_info=error)
+        self._deliver()
+        self._failed_steps += 1
+        for row in plan.rows:
+            self._fail(row.sequence.seq_id, f"the step that computed it failed: {_say(error)}")
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            self._die(f"{MAX_FAILED_STEPS} steps in a row failed, the last with {_say(error)}")
 
     def _advance(self, row: Row, result: RowResult) -> None:
         seq = row.sequence

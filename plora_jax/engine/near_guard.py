@@ -86,9 +86,10 @@ class NearDataGuard:
             error: that it failed with.
 
         Returns:
-            Whether nothing computes near the data any more and the step is worth another try; once at most.
+            Whether nothing computes near the data any more and the step is worth another try: one that is packed from
+            here on computes nothing there, and is not blamed on it.
         """
-        if self._degraded or not _computes_near(use):
+        if not _computes_near(use):
             return False
         if self._unit.failure is None:
             self._unit.fail(f"a step that used it failed: {type(error).__name__}: {error}")

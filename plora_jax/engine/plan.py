@@ -104,7 +104,16 @@ class RowResult(NamedTuple):
 
 
 class KvLostError(RuntimeError):
-    """A step took the KV pages of the device with it; the pool and the sequences are as they were before."""
+    """A step took the KV pages of the device with it; the pool and the sequences are as they were before.
+
+    Args:
+        message: what happened.
+        failure: that the requests of the step end with; None where it is worth another try.
+    """
+
+    def __init__(self, message: str, failure: Exception | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class Executor(Protocol):

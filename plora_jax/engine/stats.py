@@ -28,6 +28,8 @@ class EngineStats(NamedTuple):
         generation_tokens: tokens drawn.
         finished: completions that ended, by finish_reason.
         overflowed: completions that ended because their logits were not finite.
+        steps: that were carried out.
+        steps_ahead: those of them that were begun while the one before was under way.
         running_adapters: names of adapters that running sequences use.
         waiting_adapters: names of adapters that waiting sequences ask for.
     """
@@ -42,6 +44,8 @@ class EngineStats(NamedTuple):
     generation_tokens: int
     finished: Mapping[str, int]
     overflowed: int
+    steps: int
+    steps_ahead: int
     running_adapters: tuple[str, ...]
     waiting_adapters: tuple[str, ...]
 
@@ -69,7 +73,11 @@ class Observations(NamedTuple):
 
 
 class Recorder:
-    """Counts on the engine's thread; other threads read."""
+    """Counts on the engine's thread; other threads read.
+
+    Attributes:
+        steps, steps_ahead: as of `EngineStats`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,6 +87,12 @@ class Recorder:
         self._generation_tokens = 0
         self._finished: collections.Counter[str] = collections.Counter()
         self._overflowed = 0
+        self.steps = self.steps_ahead = 0
+
+    def stepped(self, *, ahead: bool) -> None:
+        """A step was carried out, which was begun ahead or was not."""
+        self.steps += 1
+        self.steps_ahead += ahead
 
     def scheduled(self, generation: Generation, now: float) -> None:
         """A sequence of the request is part of a step."""

@@ -49,6 +49,7 @@ def test_metrics_count_requests_tokens_and_latencies():
 def test_metrics_of_pages_under_pressure_are_those_of_the_engine(monkeypatch):
     with http_rig() as rig:
         stats = rig.engine.stats()._replace(kv_usage=0.75, preemptions=3, suspensions=2, restores=5, overflowed=4)
+        stats = stats._replace(steps=7, steps_ahead=6)
         monkeypatch.setattr(rig.engine, "stats", lambda: stats)
         got = {name: samples[0][1] for name, samples in scrape(rig.client()).items()}
     assert got["vllm:kv_cache_usage_perc"] == 0.75
@@ -56,6 +57,7 @@ def test_metrics_of_pages_under_pressure_are_those_of_the_engine(monkeypatch):
     assert got["plora:suspensions_total"] == 2
     assert got["plora:restores_total"] == 5
     assert got["plora:nonfinite_logits_total"] == 4
+    assert (got["plora:steps_total"], got["plora:steps_ahead_total"]) == (7, 6)
 
 
 def test_metrics_without_a_source_are_left_out():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import types
 
 import pytest
 
@@ -49,6 +50,17 @@ def test_trace_that_begins_ahead_holds_the_first_step_and_ends_before_one_that_i
     assert steps_in(tmp_path) == 4
     steps.profiler.close()
     assert len(steps.done) == 1
+
+
+def test_executor_that_is_watched_is_left_alone_once_the_trace_is_written(tmp_path):
+    steps, executor = Steps(tmp_path, steps=2), types.SimpleNamespace(on_step=None)
+    steps.profiler.watch(executor)  # pyright: ignore[reportArgumentType]
+    told = 0
+    while executor.on_step is not None:
+        executor.on_step(PLANS[told])
+        told += 1
+    assert told == 4, "one in which the trace begins, two in it, one before which it ends"
+    assert steps.done == [tmp_path]
 
 
 def test_close_writes_what_there_is(tmp_path):

@@ -1,13 +1,12 @@
 """Steps that are begun while the one before them is under way: when, with which rows, and that no token changes."""
 
-import contextlib
 import random
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plora_jax.engine import SamplingParams
+from plora_jax.engine import GenerationFailedError, SamplingParams
 from plora_jax.engine.batch import StepTokens
 from plora_jax.engine.plan import KvLostError
 from plora_jax.engine.step import OVERFLOWED, known_tokens
@@ -250,55 +249,121 @@ def test_thread_gives_the_tokens_of_steps_one_after_another(deployed) -> None:
     built.adapters.check_integrity()
 
 
-@pytest.mark.parametrize("takes", ["nothing", "all"])
-@pytest.mark.parametrize("where", ["begun", "under way"])
-def test_step_that_fails_near_the_data_loses_no_token(where: str, takes: str, monkeypatch) -> None:
-    built = deploy(MODEL, lora_strategy="near_data", attention_strategy="local", page_tokens=4)
-    built.engine.add_adapter(make_adapter("n0", seed=0, rank=4, config=built.model, std=0.3))
-    prompts = [[*range(3 + i, 12 + i)] for i in range(4)]
+class Failures:
+    """Has the steps of an executor fail that runs ahead: at their dispatch, or when their results are asked for.
 
-    def serve(engine):
-        asked = [engine.submit(p, greedy(10, ignore_eos=True), adapter="n0") for p in prompts]
-        while not all(generation.finished for generation in asked):
-            engine.step()
-            engine.check_integrity()
-        return [generation.collect()[0].token_ids for generation in asked]
+    Args:
+        built: the deployment, without a thread.
+        takes: what a failed step does to the KV pages of the device: "nothing", or "all": they are gone.
+        begun: the first step that is begun ahead fails at its dispatch.
+        under_way: a step fails while the one after it is begun, or once that could not be.
+        before: called before a step under way fails.
+    """
 
-    wanted = serve(built.engine)
-    run_ahead(built.engine)
-    executor, failed = built.executor, []
+    def __init__(self, built, monkeypatch, *, takes, begun=False, under_way=False, before=lambda: None):
+        executor, memory = built.executor, built.memory
+        start, unpack = executor._start, executor._unpack
+        self.begun = self.under_way = 0
 
-    @contextlib.contextmanager
-    def failing_once():
-        if executor._begun is None or failed:
-            yield
-            return
-        failed.append(executor._begun.plan.ahead)
-        if takes == "all":
-            built.memory.kv.delete()
-        raise RuntimeError("the host's cores are gone")
+        def fail():
+            if takes == "all":
+                memory.kv.delete()
+            raise RuntimeError("the host's cores are gone")
 
-    unpack, start = executor._unpack, executor._start
+        def failing_start(plan, bucket, parts, *, drawn=None):
+            if begun and plan.ahead and not self.begun:
+                self.begun += 1
+                fail()
+            return start(plan, bucket, parts, drawn=drawn)
 
-    def broken_unpack(flight):
-        with failing_once():
+        def failing_unpack(flight):
+            # The step whose next one took KV with it at its dispatch is planned again, and does not come here.
+            due = self.begun and takes == "nothing" if begun else executor._begun is not None
+            if under_way and due and not self.under_way:
+                self.under_way += 1
+                before()
+                fail()
             return unpack(flight)
 
-    def broken_start(plan, bucket, parts, *, drawn=None):
-        if plan.ahead and not failed:
-            failed.append(True)
-            if takes == "all":
-                built.memory.kv.delete()
-            raise RuntimeError("the host's cores are gone")
-        return start(plan, bucket, parts, drawn=drawn)
+        monkeypatch.setattr(executor, "_start", failing_start)
+        monkeypatch.setattr(executor, "_unpack", failing_unpack)
 
-    if where == "begun":
-        monkeypatch.setattr(executor, "_start", broken_start)
-    else:
-        monkeypatch.setattr(executor, "_unpack", broken_unpack)
-    assert serve(built.engine) == wanted
-    assert failed == [True]
+
+def seeded(count: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=11, max_tokens=count, ignore_eos=True)
+
+
+def serve(engine, prompts, adapter):
+    asked = [engine.submit(prompt, seeded(10), adapter=adapter) for prompt in prompts]
+    while not all(generation.finished for generation in asked):
+        engine.step()
+        engine.check_integrity()
+    return [generation.collect()[0].token_ids for generation in asked]
+
+
+PROMPTS = [[*range(3 + i, 12 + i)] for i in range(4)]
+ONCE = [{"begun": True}, {"under_way": True}, {"begun": True, "under_way": True}]
+
+
+@pytest.mark.parametrize("takes", ["nothing", "all"])
+@pytest.mark.parametrize("fails", ONCE, ids=["begun", "under way", "both"])
+def test_steps_that_fail_near_the_data_lose_no_token(fails: dict[str, bool], takes: str, monkeypatch) -> None:
+    built = deploy(MODEL, lora_strategy="near_data", attention_strategy="local", page_tokens=4)
+    built.engine.add_adapter(make_adapter("n0", seed=0, rank=4, config=built.model, std=0.3))
+    wanted = serve(built.engine, PROMPTS, "n0")
+    run_ahead(built.engine)
+    failures = Failures(built, monkeypatch, takes=takes, **fails)
+    assert serve(built.engine, PROMPTS, "n0") == wanted
+    assert failures.begun == fails.get("begun", False)
+    assert failures.under_way == (fails.get("under_way", False) and not (takes == "all" and failures.begun))
     assert built.near_data.failure == "a step that used it failed: RuntimeError: the host's cores are gone"
+    assert built.engine.healthy
+
+
+@pytest.mark.parametrize("takes", ["nothing", "all"])
+def test_unit_that_is_reported_while_a_step_uses_it_has_that_step_made_again(takes: str, monkeypatch) -> None:
+    built = deploy(MODEL, lora_strategy="near_data", attention_strategy="local", page_tokens=4)
+    built.engine.add_adapter(make_adapter("n0", seed=0, rank=4, config=built.model, std=0.3))
+    wanted = serve(built.engine, PROMPTS, "n0")
+    run_ahead(built.engine)
+    begin, reported = built.executor.begin, []
+
+    def report_first(plan):
+        if not reported:
+            reported.append(plan)
+            built.near_data.fail("it is on fire")
+        return begin(plan)
+
+    monkeypatch.setattr(built.executor, "begin", report_first)
+    failures = Failures(built, monkeypatch, takes=takes, under_way=True)
+    assert serve(built.engine, PROMPTS, "n0") == wanted
+    assert failures.under_way == 1
+    assert built.near_data.failure == "it is on fire"
+
+
+def test_step_made_again_has_the_one_after_it_planned_again(monkeypatch) -> None:
+    """Somebody waits for the end of the step when it is made again, so that the next one is not begun ahead."""
+    built = deploy(MODEL, lora_strategy="near_data", attention_strategy="local", page_tokens=4)
+    built.engine.add_adapter(make_adapter("n0", seed=0, rank=4, config=built.model, std=0.3))
+    wanted = serve(built.engine, PROMPTS, "n0")
+    loop = built.engine._loop
+    waits: list[bool] = []
+    loop._may_run_ahead = lambda: not waits
+    failures = Failures(built, monkeypatch, takes="nothing", under_way=True, before=lambda: waits.append(True))
+    assert serve(built.engine, PROMPTS, "n0") == wanted
+    assert failures.under_way == 1
+
+
+def test_failed_step_that_takes_keys_and_values_ends_its_requests_alone(monkeypatch, caplog) -> None:
+    built = deploy(MODEL, lora_strategy="resident", attention_strategy="local", page_tokens=4)
+    wanted = serve(built.engine, PROMPTS, None)
+    run_ahead(built.engine)
+    Failures(built, monkeypatch, takes="all", under_way=True)
+    with pytest.raises(GenerationFailedError, match="the step that computed it failed: RuntimeError: the host's cores"):
+        serve(built.engine, PROMPTS[:1], None)
+    assert "what the pool does not hold is computed again" in caplog.text
+    assert built.near_data.failure is None
+    assert serve(built.engine, PROMPTS, None) == wanted
     assert built.engine.healthy
 
 
