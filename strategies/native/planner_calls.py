@@ -49,9 +49,9 @@ class DecisionView(ctypes.Structure):
 
 _VIEWS = (ctypes.POINTER(FoldedView), ctypes.POINTER(DecisionView))
 _ARGUMENTS = {
-    "relaxation": (_INT, _INT, _INT, *5 * (_ARRAY,), _DOUBLE, _INT, _ARRAY, _ARRAY, ctypes.POINTER(_DOUBLE)),
-    "extremes": (*4 * (_INT,), *5 * (_ARRAY,)),
-    "work": (*4 * (_INT,), _ARRAY, _ARRAY, _INT, _ARRAY, _ARRAY),
+    "relaxation": (_INT, _INT, _INT, *6 * (_ARRAY,), _DOUBLE, _INT, _ARRAY, _ARRAY, ctypes.POINTER(_DOUBLE)),
+    "extremes": (*4 * (_INT,), *6 * (_ARRAY,)),
+    "work": (*4 * (_INT,), *3 * (_ARRAY,), _INT, _ARRAY, _ARRAY),
     "least_sums": (_INT, _INT, _INT, *4 * (_ARRAY,)),
     "sums": _VIEWS,
     "value": _VIEWS,
@@ -136,22 +136,27 @@ def _change(name: str, decision: Decision, *arguments: float) -> None:
     decision.own, decision.bytes = view.own, view.bytes
 
 
-def extremes(load: np.ndarray, home: np.ndarray, homes: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def extremes(
+    load: np.ndarray, rows: np.ndarray, home: np.ndarray, homes: int, allowed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """As strategies.planner.folded.extremes."""
     sums = np.zeros((2, homes, load.shape[-1]))
-    load, home, allowed = _doubles(load), _integers(home), _flags(allowed)
-    given = (array.ctypes.data for array in (load, home, allowed, sums[0], sums[1]))
-    _function("extremes")(*load.shape, homes, *given)
+    load, rows, home, allowed = _doubles(load), _integers(rows), _integers(home), _flags(allowed)
+    given = (array.ctypes.data for array in (load, rows, home, allowed, sums[0], sums[1]))
+    _function("extremes")(len(rows), *load.shape[1:], homes, *given)
     return sums[0], sums[1]
 
 
-def work_at_places(load: np.ndarray, home: np.ndarray, device: np.ndarray, pool: np.ndarray, here: np.ndarray):
+def work_at_places(
+    load: np.ndarray, rows: np.ndarray, home: np.ndarray, device: np.ndarray, pool: np.ndarray, here: np.ndarray
+) -> np.ndarray:
     """As strategies.planner.folded.work_at_places."""
     homes, places = here.shape
     shares = _doubles(device.T + here[..., None] * pool.T)
-    load, home, work = _doubles(load), _integers(home), np.empty((*load.shape[:2], places))
-    given = load.ctypes.data, home.ctypes.data, places, shares.ctypes.data, work.ctypes.data
-    _function("work")(*load.shape, homes, *given)
+    load, rows, home = _doubles(load), _integers(rows), _integers(home)
+    work = np.empty((len(rows), load.shape[1], places))
+    given = load.ctypes.data, rows.ctypes.data, home.ctypes.data, places, shares.ctypes.data, work.ctypes.data
+    _function("work")(len(rows), *load.shape[1:], homes, *given)
     return work
 
 
@@ -213,7 +218,7 @@ def level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: 
 
 def interior_point(problem: Relaxation, gap: float, max_steps: int) -> tuple[np.ndarray, np.ndarray, float, int]:
     """As strategies.planner.relaxation.interior_point."""
-    arrays = problem.rows_work, problem.cost, problem.allowed, problem.phase_of, problem.limit
+    arrays = problem.rows_work, problem.cost, problem.allowed, problem.home, problem.phase_of, problem.limit
     shares, prices, softness = np.empty(problem.cost.shape), np.empty(len(problem.limit)), _DOUBLE()
     given = (array.ctypes.data for array in arrays)
     found = shares.ctypes.data, prices.ctypes.data, softness

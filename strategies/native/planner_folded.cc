@@ -9,25 +9,27 @@
 namespace plora::planner {
 namespace {
 
-// Loads [M, S, R], and where each row's work is when it is done in the pool, of H places.
+// M of N rows of loads [N, S, R], and where each one's work is when it is done in the pool, of H places.
 struct Loads {
   int64_t rows, columns, resources, homes;
   const double* load;
-  const int64_t* home;
+  const int64_t *row_of, *home;
 
-  const double* Of(int64_t row, int64_t column) const { return load + (row * columns + column) * resources; }
+  const double* Of(int64_t row, int64_t column) const { return load + (row_of[row] * columns + column) * resources; }
 };
 
 // Sums by home [H, R] of the most, and of the least, that rows load in columns allowed to them: one at least.
 void Extremes(const Loads& loads, const uint8_t* allowed, double* highest, double* lowest) {
   int64_t r = loads.resources;
-  std::vector<double> most(r), least(r);
+  std::vector<double> both(2 * r);
+  double *most = both.data(), *least = most + r;
   for (int64_t row = 0; row < loads.rows; ++row) {
-    std::fill(most.begin(), most.end(), 0.0), std::fill(least.begin(), least.end(), kInf);
+    std::fill_n(most, r, 0.0), std::fill_n(least, r, kInf);
     for (int64_t s = 0; s < loads.columns; ++s) {
       if (!allowed[row * loads.columns + s]) continue;
       const double* load = loads.Of(row, s);
-      for (int64_t i = 0; i < r; ++i) most[i] = std::max(most[i], load[i]), least[i] = std::min(least[i], load[i]);
+      for (int64_t i = 0; i < r; ++i) most[i] = load[i] > most[i] ? load[i] : most[i];
+      for (int64_t i = 0; i < r; ++i) least[i] = load[i] < least[i] ? load[i] : least[i];
     }
     double *high = highest + loads.home[row] * r, *low = lowest + loads.home[row] * r;
     for (int64_t i = 0; i < r; ++i) high[i] += most[i], low[i] += least[i];
@@ -56,7 +58,7 @@ void Work(const Loads& loads, int64_t places, const double* shares, double* work
   }
   std::fill_n(work, loads.rows * loads.columns * places, 0.0);
   for (int64_t option = 0; option < loads.rows * loads.columns; ++option, work += places) {
-    const double* load = loads.load + option * r;
+    const double* load = loads.Of(option / loads.columns, option % loads.columns);
     const double* factor = factors.data() + loads.home[option / loads.columns] * depth * places;
     for (int64_t d = 0; d < depth; ++d) {
       for (int64_t k = 0; k < places; ++k) work[k] += load[from[d * places + k]] * factor[d * places + k];
@@ -72,13 +74,14 @@ using namespace plora::planner;
 extern "C" {
 
 void plora_plan_extremes(int64_t rows, int64_t columns, int64_t resources, int64_t homes, const double* load,
-                         const int64_t* home, const uint8_t* allowed, double* highest, double* lowest) {
-  Extremes({rows, columns, resources, homes, load, home}, allowed, highest, lowest);
+                         const int64_t* row_of, const int64_t* home, const uint8_t* allowed, double* highest,
+                         double* lowest) {
+  Extremes({rows, columns, resources, homes, load, row_of, home}, allowed, highest, lowest);
 }
 
 void plora_plan_work(int64_t rows, int64_t columns, int64_t resources, int64_t homes, const double* load,
-                     const int64_t* home, int64_t places, const double* shares, double* work) {
-  Work({rows, columns, resources, homes, load, home}, places, shares, work);
+                     const int64_t* row_of, const int64_t* home, int64_t places, const double* shares, double* work) {
+  Work({rows, columns, resources, homes, load, row_of, home}, places, shares, work);
 }
 
 // [U] sums over rows of the least of values [M, S] in each of the sets [U, S] of columns; in any column if not active.

@@ -1,11 +1,15 @@
 // The planner's linear relaxation in one call: method, names and limits are those of strategies/planner/relaxation.py.
 //
-// Numbers of options are kept column by column, [S, N]: what is summed over the options of a row is a sum of columns,
-// and loops run over the rows side by side. Work is [places, S, N].
+// Rows that load the same places are a group. Numbers of options are kept group by group, in these column by column,
+// [S, rows]: what is summed over the options of a row is a sum of columns, and loops run over the rows side by side.
+// Work is [places of the group, S, rows], so nothing is computed with the zeros of places that a group does not load.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "planner_sums.h"
@@ -15,6 +19,17 @@ namespace {
 
 constexpr double kStep = 0.99;      // of the way to the nearest boundary
 constexpr double kFeasible = 1e-3;  // largest violation of a place's limit that counts as none
+constexpr int kWide = 8, kTile = 4;
+
+using Wide = double __attribute__((vector_size(kWide * sizeof(double))));
+
+inline Wide Loaded(const double* from) {
+  Wide wide;
+  std::memcpy(&wide, from, sizeof wide);
+  return wide;
+}
+
+inline double Total(const Wide& wide) { return Sum(kWide, [&](int64_t i) { return wide[i]; }); }
 
 // Arrays that live as long as the workspace.
 class Workspace {
@@ -69,25 +84,35 @@ struct Symmetric {
   }
 };
 
+// Rows, their options and the places that they load. Behind the options of a place is what the rows' own equations take
+// off, [rows], and zeros up to whole vectors.
+struct Group {
+  std::vector<int64_t> rows, places;
+  int64_t first_row, first_option, options, stride;
+  double *work, *weighted;
+
+  int64_t size() const { return rows.size(); }
+  double* Work(size_t place) const { return work + place * stride; }
+  double* Weighted(size_t place) const { return weighted + place * stride; }
+};
+
 class Relaxation {
  public:
   // As of the Python class; what is given has [N, S] and [N, S, places].
   Relaxation(int64_t rows, int64_t columns, int64_t places, const double* work, const double* cost,
-             const uint8_t* allowed, const int64_t* phase_of, const double* limit)
+             const uint8_t* allowed, const int64_t* home, const int64_t* phase_of, const double* limit)
       : n_(rows), s_(columns), o_(rows * columns), p_(places), phase_of_(phase_of), limit_(limit),
         f_(places ? *std::max_element(phase_of, phase_of + places) + 1 : 0) {
-    work_ = space_.Take(p_ * (o_ + n_)), weighted_ = space_.Take(p_ * (o_ + n_));
     cost_ = space_.Take(o_), mask_ = space_.Take(o_), dual_ = space_.Take(o_);
     weight_ = space_.Take(o_), free_ = space_.Take(o_), gaps_ = space_.Take(o_);
     total_ = space_.Take(n_), surplus_ = space_.Take(n_), level_ = space_.Take(n_);
     missing_ = space_.Take(p_), slack_gaps_ = space_.Take(p_);
     normal_ = {space_.Take(p_ * p_), p_}, towards_t_ = space_.Take(f_ * p_), of_t_ = {space_.Take(f_ * f_), f_};
     point_ = TakePoint(), trial_ = TakePoint();
-    ForOptions([&](int64_t row, int64_t o) {
-      int64_t from = row * s_ + o / n_;
+    GroupRows(home, work);
+    ForGiven([&](int64_t from, int64_t o) {
       mask_[o] = allowed[from];
       cost_[o] = allowed[from] ? cost[from] : 0.0;
-      for (int64_t p = 0; p < p_; ++p) Work(p)[o] = work[from * p_ + p];
     });
     options_ = Sum(o_, [&](int64_t o) { return mask_[o]; });
   }
@@ -102,8 +127,9 @@ class Relaxation {
       best_bound = std::max(best_bound, bound);
       double value = Dot(cost_, point_.x, o_) + Sum(f_, [&](int64_t f) { return point_.t[f]; });
       double violation = 0.0;
+      Load(point_.x, missing_);
       for (int64_t p = 0; p < p_; ++p) {
-        missing_[p] = limit_[p] - Dot(Work(p), point_.x, o_) + OfPhase(point_.t, p) - point_.slack[p];
+        missing_[p] = limit_[p] - missing_[p] + OfPhase(point_.t, p) - point_.slack[p];
         violation = std::max(violation, std::abs(missing_[p]));
       }
       bool done = value - best_bound <= gap * std::abs(value) && violation <= kFeasible;
@@ -112,15 +138,40 @@ class Relaxation {
   }
 
   void Give(double* shares, double* prices, double* softness) const {
-    ForOptions([&](int64_t row, int64_t o) { shares[row * s_ + o / n_] = point_.x[o]; });
+    ForGiven([&](int64_t from, int64_t o) { shares[from] = point_.x[o]; });
     std::copy_n(point_.prices, p_, prices);
     *softness = aim_;
   }
 
  private:
-  // [S, N] of a place, and [N] behind it: what the rows' own equations take off.
-  double* Work(int64_t place) const { return work_ + place * (o_ + n_); }
-  double* Weighted(int64_t place) const { return weighted_ + place * (o_ + n_); }
+  // Rows of one home load the same places, or few others.
+  void GroupRows(const int64_t* home, const double* work) {
+    std::map<int64_t, Group> groups;
+    for (int64_t row = 0; row < n_; ++row) groups[home[row]].rows.push_back(row);
+    int64_t first = 0;
+    for (auto& [_, group] : groups) {
+      group.first_row = first, group.first_option = first * s_, group.options = group.size() * s_;
+      first += group.size();
+      std::vector<double> loads(p_, 0.0);
+      for (int64_t row : group.rows) {
+        for (int64_t s = 0; s < s_; ++s) {
+          const double* from = work + (row * s_ + s) * p_;
+          for (int64_t p = 0; p < p_; ++p) loads[p] = std::max(loads[p], std::abs(from[p]));
+        }
+      }
+      for (int64_t p = 0; p < p_; ++p) {
+        if (loads[p] > 0.0) group.places.push_back(p);
+      }
+      group.stride = (group.options + group.size() + kWide - 1) / kWide * kWide;
+      group.work = space_.Take(group.places.size() * group.stride);
+      group.weighted = space_.Take(group.places.size() * group.stride);
+      for (int64_t o = 0; o < group.options; ++o) {
+        const double* from = work + (group.rows[o % group.size()] * s_ + o / group.size()) * p_;
+        for (size_t i = 0; i < group.places.size(); ++i) group.Work(i)[o] = from[group.places[i]];
+      }
+      groups_.push_back(std::move(group));
+    }
+  }
 
   Point TakePoint() {
     Point point;
@@ -142,16 +193,46 @@ class Relaxation {
   // [S, N]: what options cost at prices of their work.
   void Priced(const double* prices, double* out) const {
     std::fill_n(out, o_, 0.0);
-    for (int64_t p = 0; p < p_; ++p) {
-      for (int64_t o = 0; o < o_; ++o) out[o] += prices[p] * Work(p)[o];
+    for (const Group& group : groups_) {
+      for (size_t i = 0; i < group.places.size(); ++i) {
+        double price = prices[group.places[i]], *work = group.Work(i), *to = out + group.first_option;
+        for (int64_t o = 0; o < group.options; ++o) to[o] += price * work[o];
+      }
+    }
+  }
+
+  // What shares of options load the places with.
+  void Load(const double* shares, double* out) const {
+    std::fill_n(out, p_, 0.0);
+    for (const Group& group : groups_) {
+      for (size_t i = 0; i < group.places.size(); ++i) {
+        out[group.places[i]] += Dot(group.Work(i), shares + group.first_option, group.options);
+      }
+    }
+  }
+
+  // Calls visit(row, option) for all options of a group.
+  template <typename F>
+  void ForOptionsOf(const Group& group, const F& visit) const {
+    int64_t o = group.first_option;
+    for (int64_t s = 0; s < s_; ++s, o += group.size()) {
+      for (int64_t row = 0; row < group.size(); ++row) visit(group.first_row + row, o + row);
     }
   }
 
   // Calls visit(row, option) for all options.
   template <typename F>
   void ForOptions(const F& visit) const {
-    for (int64_t s = 0; s < s_; ++s) {
-      for (int64_t row = 0; row < n_; ++row) visit(row, s * n_ + row);
+    for (const Group& group : groups_) ForOptionsOf(group, visit);
+  }
+
+  // Calls visit(index in [N, S] as given, option) for all options.
+  template <typename F>
+  void ForGiven(const F& visit) const {
+    for (const Group& group : groups_) {
+      for (int64_t o = 0; o < group.options; ++o) {
+        visit(group.rows[o % group.size()] * s_ + o / group.size(), group.first_option + o);
+      }
     }
   }
 
@@ -185,8 +266,9 @@ class Relaxation {
     OfRows(total_, [&](int64_t o) { return mask_[o]; });
     ForOptions([&](int64_t row, int64_t o) { point_.x[o] = mask_[o] / total_[row]; });
     std::fill_n(t, f_, -kInf);
+    Load(point_.x, slack);
     for (int64_t p = 0; p < p_; ++p) {
-      slack[p] = Dot(Work(p), point_.x, o_) - limit_[p];  // for now, what it is over by
+      slack[p] -= limit_[p];  // for now, what it is over by
       if (phase_of_[p] >= 0) t[phase_of_[p]] = std::max(t[phase_of_[p]], slack[p]);
     }
     double scale = std::max(Largest(f_, 0.0, [&](int64_t f) { return std::abs(t[f]); }), 1e-9);
@@ -240,13 +322,21 @@ class Relaxation {
     for (int64_t o = 0; o < o_; ++o) weight_[o] = point_.x[o] / point_.z[o] * mask_[o];
     OfRows(total_, [&](int64_t o) { return weight_[o]; });
     for (int64_t row = 0; row < n_; ++row) level_[row] = 1.0 / std::sqrt(total_[row]);
-    for (int64_t p = 0; p < p_; ++p) {
-      double *work = Work(p), *weighted = Weighted(p), *mean = work + o_, *minus = weighted + o_;
-      for (int64_t o = 0; o < o_; ++o) weighted[o] = weight_[o] * work[o];
-      OfRows(mean, [&](int64_t o) { return weighted[o]; });
-      for (int64_t row = 0; row < n_; ++row) mean[row] *= level_[row], minus[row] = -mean[row];
+    std::fill_n(normal_.numbers, p_ * p_, 0.0);
+    for (const Group& group : groups_) {
+      const double *weight = weight_ + group.first_option, *level = level_ + group.first_row;
+      for (size_t i = 0; i < group.places.size(); ++i) {
+        double *work = group.Work(i), *weighted = group.Weighted(i);
+        double *mean = work + group.options, *minus = weighted + group.options;
+        for (int64_t o = 0; o < group.options; ++o) weighted[o] = weight[o] * work[o];
+        std::fill_n(mean, group.size(), 0.0);
+        for (int64_t s = 0; s < s_; ++s) {
+          for (int64_t row = 0; row < group.size(); ++row) mean[row] += weighted[s * group.size() + row];
+        }
+        for (int64_t row = 0; row < group.size(); ++row) mean[row] *= level[row], minus[row] = -mean[row];
+      }
+      Multiply(group);
     }
-    Multiply();
     for (int64_t p = 0; p < p_; ++p) normal_.Row(p)[p] += point_.slack[p] / point_.prices[p];
     if (!normal_.Factor()) return false;
     for (int64_t f = 0; f < f_; ++f) {
@@ -258,14 +348,37 @@ class Relaxation {
     return of_t_.Factor();
   }
 
-  // The upper half of weighted work times work, by blocks that stay in the cache.
-  void Multiply() {
-    constexpr int64_t kBlock = 512;
-    std::fill_n(normal_.numbers, p_ * p_, 0.0);
-    for (int64_t first = 0; first < o_ + n_; first += kBlock) {
-      int64_t count = std::min(kBlock, o_ + n_ - first);
-      for (int64_t i = 0; i < p_; ++i) {
-        for (int64_t j = i; j < p_; ++j) normal_.Row(i)[j] += Dot(Weighted(i) + first, Work(j) + first, count);
+  // Adds the upper half of weighted work times work, by blocks that stay in the cache.
+  void Multiply(const Group& group) {
+    constexpr int64_t kBlock = 256;
+    int64_t places = group.places.size(), tiles[2];
+    for (int64_t first = 0; first < group.stride; first += kBlock) {
+      int64_t count = std::min(kBlock, group.stride - first);
+      for (tiles[0] = 0; tiles[0] < places; tiles[0] += kTile) {
+        for (tiles[1] = tiles[0]; tiles[1] < places; tiles[1] += kTile) MultiplyTile(group, tiles, first, count);
+      }
+    }
+  }
+
+  // The same for kTile places from each of two on, and some numbers of each.
+  void MultiplyTile(const Group& group, const int64_t* tiles, int64_t first, int64_t count) {
+    const double *left[kTile], *right[kTile];
+    int64_t places = group.places.size();
+    for (int64_t i = 0; i < kTile; ++i) {  // what is beyond the last place is computed, and not added
+      left[i] = group.Weighted(std::min(tiles[0] + i, places - 1)) + first;
+      right[i] = group.Work(std::min(tiles[1] + i, places - 1)) + first;
+    }
+    Wide sums[kTile][kTile] = {};
+    for (int64_t at = 0; at < count; at += kWide) {
+      Wide of_left[kTile], of_right[kTile];
+      for (int i = 0; i < kTile; ++i) of_left[i] = Loaded(left[i] + at), of_right[i] = Loaded(right[i] + at);
+      for (int i = 0; i < kTile; ++i) {
+        for (int j = 0; j < kTile; ++j) sums[i][j] += of_left[i] * of_right[j];
+      }
+    }
+    for (int64_t i = tiles[0]; i < std::min(tiles[0] + kTile, places); ++i) {
+      for (int64_t j = std::max(i, tiles[1]); j < std::min(tiles[1] + kTile, places); ++j) {
+        normal_.Row(group.places[i])[group.places[j]] += Total(sums[i - tiles[0]][j - tiles[1]]);
       }
     }
   }
@@ -276,9 +389,8 @@ class Relaxation {
     for (int64_t o = 0; o < o_; ++o) free_[o] = gaps_[o] / at.z[o];
     OfRows(surplus_, [&](int64_t o) { return free_[o]; });
     ForOptions([&](int64_t row, int64_t o) { to.x[o] = free_[o] - weight_[o] * (surplus_[row] / total_[row]); });
-    for (int64_t p = 0; p < p_; ++p) {
-      to.prices[p] = Dot(Work(p), to.x, o_) + slack_gaps_[p] / at.prices[p] - missing_[p];
-    }
+    Load(to.x, to.prices);
+    for (int64_t p = 0; p < p_; ++p) to.prices[p] += slack_gaps_[p] / at.prices[p] - missing_[p];
     normal_.Solve(to.prices);
     ByPhase(to.prices, to.t);
     of_t_.Solve(to.t);
@@ -310,7 +422,8 @@ class Relaxation {
   const double* limit_;
   int64_t f_;  // phases
   Workspace space_;
-  double *work_, *weighted_, *cost_, *mask_, *dual_, *weight_, *free_, *gaps_;
+  std::vector<Group> groups_;
+  double *cost_, *mask_, *dual_, *weight_, *free_, *gaps_;
   double *total_, *surplus_, *level_, *missing_, *slack_gaps_, *towards_t_;
   Symmetric normal_, of_t_;
   Point point_, trial_;
@@ -321,10 +434,10 @@ class Relaxation {
 }  // namespace plora::planner
 
 extern "C" int64_t plora_plan_relaxation(int64_t rows, int64_t columns, int64_t places, const double* work,
-                                         const double* cost, const uint8_t* allowed, const int64_t* phase_of,
-                                         const double* limit, double gap, int64_t most_steps, double* shares,
-                                         double* prices, double* softness) {
-  plora::planner::Relaxation relaxation(rows, columns, places, work, cost, allowed, phase_of, limit);
+                                         const double* cost, const uint8_t* allowed, const int64_t* home,
+                                         const int64_t* phase_of, const double* limit, double gap, int64_t most_steps,
+                                         double* shares, double* prices, double* softness) {
+  plora::planner::Relaxation relaxation(rows, columns, places, work, cost, allowed, home, phase_of, limit);
   int64_t steps = relaxation.Solve(gap, most_steps);
   relaxation.Give(shares, prices, softness);
   return steps;

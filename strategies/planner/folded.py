@@ -48,23 +48,35 @@ class _Layout(NamedTuple):
         """Sums by home [..., H, F * R] as loads of places [..., P]."""
         return sums.sum(axis=-2) @ self.device + ((sums @ self.pool) * self.here).sum(axis=-2)
 
-    def work(self, load: np.ndarray, home: np.ndarray, keep: np.ndarray) -> np.ndarray:
-        """Loads of rows [M, S, F * R] as loads of some places [M, S, K]."""
-        return work_at_places(load, home, self.device[:, keep], self.pool[:, keep], self.here[:, keep])
+    def work(self, load: np.ndarray, rows: np.ndarray, home: np.ndarray, keep: np.ndarray) -> np.ndarray:
+        """Loads of some rows [M] of all [N, S, F * R] as loads of some places [M, S, K]."""
+        return work_at_places(load, rows, home, self.device[:, keep], self.pool[:, keep], self.here[:, keep])
 
 
 @either(planner_calls.work_at_places)
 def work_at_places(
-    load: np.ndarray, home: np.ndarray, device: np.ndarray, pool: np.ndarray, here: np.ndarray
+    load: np.ndarray, rows: np.ndarray, home: np.ndarray, device: np.ndarray, pool: np.ndarray, here: np.ndarray
 ) -> np.ndarray:
-    """[M, S, K] from loads [M, S, F * R] and the matrices of K places of a `_Layout`."""
+    """[M, S, K] from rows [M] of loads [N, S, F * R], their homes [M], and the matrices of K places of a `_Layout`."""
+    load = load.take(rows, axis=0)
     flat, shape = load.reshape(-1, load.shape[-1]), (*load.shape[:2], here.shape[1])
     return (flat @ pool).reshape(shape) * here[home][:, None, :] + (flat @ device).reshape(shape)
 
 
 @either(planner_calls.extremes)
-def extremes(load: np.ndarray, home: np.ndarray, homes: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums by home [H, F * R] of the most, and of the least, that rows [M, S, F * R] load in columns they may have."""
+def extremes(
+    load: np.ndarray, rows: np.ndarray, home: np.ndarray, homes: int, allowed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums by home [H, F * R] of the most, and of the least, that some rows load in columns that they may have.
+
+    Args:
+        load: [N, S, F * R].
+        rows: [M], those that count.
+        home: [M] of these.
+        homes: H.
+        allowed: [M, S].
+    """
+    load = load.take(rows, axis=0)
     at_home = (home == np.arange(homes)[:, None]).astype(float)
     open_ = allowed[..., None]
     highest, lowest = (load * open_).max(axis=1), np.where(open_, load, np.inf).min(axis=1)
@@ -149,14 +161,13 @@ class Folded:
         self._settled, columns = (np.zeros(0, int), 0) if settled is None else settled
         self._rest[self._settled], dormant[self._settled] = columns, True
         self.live = np.flatnonzero(~dormant)
-        n, (s, f, r) = len(self.live), problem.load_s.shape[1:]
+        n, s = len(self.live), problem.load_s.shape[1]
         self.num_columns, self.rows = s, np.arange(n)
         everyone = n == len(dormant)
 
         def of_live(values: np.ndarray) -> np.ndarray:
             return values if everyone else values.take(self.live, axis=0)
 
-        load = of_live(problem.load_s).reshape(n, s, f * r)
         self.allowed, self.bytes = of_live(problem.allowed), of_live(problem.device_bytes)
         self.active, home = of_live(problem.active), of_live(problem.home)
         d = problem.num_pool_devices
@@ -166,7 +177,7 @@ class Folded:
         at = self._settled, self._rest[self._settled]
         self.serial_s = float(problem.base_serial_s.sum() + problem.serial_s[at].sum() + problem.move_s[at].sum())
         self.own = self._own(of_live(problem.serial_s), of_live(problem.move_s), of_live(problem.current))
-        self._places(load, _layout_of(problem))
+        self._places(_layout_of(problem))
         self.has_fixed = bool(self.fixed.any() or self.fixed_serial.any())
 
     def _budgets(self) -> None:
@@ -191,11 +202,12 @@ class Folded:
         own[~self.allowed] = np.inf
         return own
 
-    def _places(self, load: np.ndarray, layout: _Layout) -> None:
+    def _places(self, layout: _Layout) -> None:
         """Everything by place, of the places that can be the longest of their phase."""
         problem, kv = self.problem, self.problem.kv
         s, num_kv, d = self.num_columns, len(kv.strategies), problem.num_pool_devices
         f, r = len(problem.phases), len(RESOURCES)
+        load = problem.load_s.reshape(-1, s, f * r)
         sums = np.zeros((s + num_kv + 4, d + 1, f, r))
         sums[:s, d] = problem.fixed_load_s
         by_device = np.swapaxes(problem.base_load_s, 0, 1)
@@ -205,7 +217,7 @@ class Folded:
         sums[s + 1, d, kv.phase, :DEVICE_RESOURCES] = kv.device_load_s[:DEVICE_RESOURCES]
         sums[s + 2 : -2, :d, kv.phase, DEVICE_RESOURCES:] = kv.pool_load_s[..., DEVICE_RESOURCES:]
         sums[s + 2 : -2, 0, kv.phase, :DEVICE_RESOURCES] = kv.pool_load_s[:, 0, :DEVICE_RESOURCES]
-        highest, lowest = extremes(load, self.home, d + 1, self.allowed)
+        highest, lowest = extremes(load, self.live, self.home, d + 1, self.allowed)
         sums[-2], sums[-1] = highest.reshape(d + 1, f, r), lowest.reshape(d + 1, f, r)
         loads = layout.places(sums.reshape(len(sums), d + 1, f * r))
         self.keep = _that_matter(loads, layout, s)
@@ -215,7 +227,7 @@ class Folded:
         self.starts = np.searchsorted(self.phase_of, np.arange(f))
         ends = np.append(self.starts, len(self.keep))
         self.kv_places = slice(int(ends[kv.phase]), int(ends[kv.phase + 1]))
-        self.work = layout.work(load, self.home, self.keep)
+        self.work = layout.work(load, self.live, self.home, self.keep)
 
     def _settled_loads(self) -> np.ndarray:
         """[D + 1, F, R], loads of settled rows by home."""

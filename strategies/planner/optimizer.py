@@ -59,7 +59,7 @@ _DEAR = 1e30
 _TIE_BREAK = 3e-3
 """Of the objective: noise on costs, so that most of equal adapters are decided by the relaxation."""
 
-_AFFORDABLE = 2e7
+_AFFORDABLE = 4e6
 """Adapters x strategies x places x places that are relaxed together at most."""
 
 _POLISHED = 4

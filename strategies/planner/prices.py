@@ -250,6 +250,7 @@ class _Builder:
             allowed=allowed,
             phase_of=np.concatenate([folded.phase_of[self.places], np.full(len(self.memory), -1)]),
             limit=np.concatenate([-self.base / self.scale_s, [limit for _, limit in self.memory]]),
+            home=np.concatenate([folded.home[part.rows], np.full(len(self.pieces), -1)]),
         ).solve(gap=gap)
         byte = relaxed.prices[k:] * (self.scale_s / self.unit)
         joint = float(byte[0]) if self.has_joint else 0.0

@@ -64,10 +64,18 @@ class Relaxation:
         allowed: [N, S] bool, at least one a row.
         phase_of: [places], or -1 for a row without t.
         limit: [places].
+        home: [N] int, rows of one home load about the same places (which changes nothing but the time); None: all do.
     """
 
     def __init__(
-        self, work: np.ndarray, *, cost: np.ndarray, allowed: np.ndarray, phase_of: np.ndarray, limit: np.ndarray
+        self,
+        work: np.ndarray,
+        *,
+        cost: np.ndarray,
+        allowed: np.ndarray,
+        phase_of: np.ndarray,
+        limit: np.ndarray,
+        home: np.ndarray | None = None,
     ) -> None:
         self.rows_work = np.ascontiguousarray(work, float)
         self.flat_work = self.rows_work.reshape(-1, work.shape[-1])
@@ -75,6 +83,7 @@ class Relaxation:
         self.allowed = np.ascontiguousarray(allowed, bool)
         self.phase_of = np.ascontiguousarray(phase_of, np.int64)
         self.limit = np.ascontiguousarray(limit, float)
+        self.home = np.zeros(len(work), np.int64) if home is None else np.ascontiguousarray(home, np.int64)
 
     def work(self, shares: np.ndarray) -> np.ndarray:
         """G x."""

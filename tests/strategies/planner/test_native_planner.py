@@ -71,6 +71,17 @@ def test_relaxation_equals_numpy(seed, both):
     assert_same(*both(lambda: solve(problem)))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_relaxation_rows_of_several_homes_equal_numpy(seed, both):
+    """Rows load places of their home, and some that all share; homes come in no order."""
+    problem, rng = relaxation_problem(seed, rows=90), np.random.default_rng(1000 + seed)
+    problem["home"] = rng.choice([-1, 3, 4, 9], 90)
+    of_place = rng.choice([-1, 3, 4, 9, 100], len(problem["phase_of"]))
+    here = (of_place == problem["home"][:, None]) | (of_place == 100) | (problem["phase_of"] < 0)
+    problem["work"] = problem["work"] * here[:, None]
+    assert_same(*both(lambda: solve(problem)))
+
+
 def test_relaxation_without_adapters_equals_numpy(both):
     problem = relaxation_problem(1, rows=0)
     native, reference = both(lambda: solve(problem))
@@ -228,9 +239,9 @@ def test_sums_of_a_problem_equal_numpy(seed, both):
 
 
 def test_extremes_of_columns_that_are_allowed_equal_numpy(both):
-    load, home = np.random.default_rng(0).random((5, 3, 4)), np.array([0, 2, 2, 0, 2])
+    load, home = np.random.default_rng(0).random((6, 3, 4)), np.array([0, 2, 2, 0, 2])
     allowed = np.array([[1, 1, 0], [0, 1, 1], [0, 0, 1], [1, 1, 1], [1, 0, 0]], bool)
-    native, reference = both(lambda: np.array(folded.extremes(load, home, 3, allowed)))
+    native, reference = both(lambda: np.array(folded.extremes(load, np.array([0, 1, 2, 4, 5]), home, 3, allowed)))
     np.testing.assert_allclose(native, reference, rtol=1e-12)
     assert (native[:, 1] == 0).all(), "nobody is at home there"
 
