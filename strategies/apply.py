@@ -33,7 +33,6 @@ def add(
     phase: str,
     setting: LoraSetting,
     first: int = 0,
-    tokens: int | None = None,
 ) -> Sums:
     """Adds what the adapters of all lanes give to the projections of a group.
 
@@ -50,17 +49,15 @@ def add(
         phase: the first part of the lanes' names in the trace.
         setting: what is fixed.
         first: row of the first token of the lanes; N is at least `first` + T.
-        tokens: T, tokens of the lanes; None for all from `first` on.
 
     Returns:
         [N, O] float32 by projection.
     """
-    end = len(x_NI) if tokens is None else first + tokens
 
-    def served(sums: Sums, name: str, x_TI: jax.Array) -> Sums:
+    def served(sums: Sums, name: str) -> Sums:
         return LORA[name].add(
             sums,
-            x_TI,
+            x_NI,
             memory,
             layer,
             lanes[name],
@@ -71,11 +68,9 @@ def add(
         )
 
     def all_lanes(sums: Sums) -> Sums:
-        # Cut out here, since a step of the base model alone needs no copy of the rows.
-        x_TI = x_NI[first:end]
         for name in lanes:
             with jax.named_scope(f"{phase}.{name}"), jax.named_scope(group_scope(phase, name, setting.group)):
-                sums = lax.cond(serves[name], lambda sums, name=name: served(sums, name, x_TI), _untouched, sums)
+                sums = lax.cond(serves[name], lambda sums, name=name: served(sums, name), _untouched, sums)
         return sums
 
     group = {name: sums[name] for name in setting.group}

@@ -16,7 +16,7 @@ from memory_pool import link
 from memory_pool.layout import PageLayout
 from memory_pool.near import near_data
 from strategies import low_rank
-from strategies.lanes import LoraLane, Memory, Stripe, stripe_of
+from strategies.lanes import LoraLane, Memory, Stripe, rows_of, stripe_of
 from strategies.setting import LoraSetting, Sums
 
 
@@ -27,7 +27,7 @@ def chunk_scope(scope: str, name: str, stripe: int) -> str:
 
 def add(
     sums: Sums,
-    x_TI: jax.Array,
+    x_NI: jax.Array,
     memory: Memory,
     layer: jax.Array,
     lane: LoraLane,
@@ -41,7 +41,7 @@ def add(
 
     Args:
         sums: [N, O] float32 by projection.
-        x_TI: [T, I], the input that the projections share.
+        x_NI: [N, I], the input that the projections share.
         memory: page arrays of this shard.
         layer: [] int32.
         lane: owners, ranks and scales are used.
@@ -49,7 +49,7 @@ def add(
             `lane` has those pages.
         scope: name under which the lane is in the trace; each projection and stripe has its own, `chunk_scope`.
         setting: what is fixed.
-        first: row of `sums` that belongs to the first token.
+        first: row of the first token.
 
     Returns:
         [N, O] float32 by projection; what is added to tokens of the base model is 0.
@@ -58,6 +58,7 @@ def add(
         Link: CHUNK_ROWS rows of A and of B for each chunk, that is the rank components of the lane rounded up.
     """
 
+    x_TI = rows_of(lane, x_NI, first)
     stripes = range(lane.ranks.shape[0])
 
     def stream(x_TI: jax.Array, name: str, stripe: int) -> jax.Array:

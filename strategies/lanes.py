@@ -121,6 +121,11 @@ class Memory(NamedTuple):
     kv: Any
 
 
+def rows_of(lane: LoraLane | Stripe, x_NI: Any, first: int) -> Any:
+    """[T, I], the rows of a lane's tokens, the first of which is row `first`. A copy, but where these are all rows."""
+    return x_NI[first : first + lane.owner.shape[0]]
+
+
 def stripe_of(lane: LoraLane, index: int) -> Stripe:
     """The lane as pool device `index` sees it. Works near the data as well."""
     return Stripe(lane.owner, lane.count, lane.ranks[index], lane.scale, lane.a_pages[index], lane.b_pages[index])

@@ -24,7 +24,7 @@ from jax import lax
 
 from memory_pool.layout import PageLayout
 from memory_pool.raw import from_raw
-from strategies.lanes import Stripe
+from strategies.lanes import Stripe, rows_of
 
 CHUNK_ROWS = 64
 RowsKernel = Callable[..., jax.Array]
@@ -293,7 +293,7 @@ def delta(
 
 def add(
     sums: Sequence[jax.Array],
-    x_TI: jax.Array,
+    x_NI: jax.Array,
     pages_LPW: jax.Array,
     layer: jax.Array,
     lane: Stripe,
@@ -308,19 +308,20 @@ def add(
 
     Args:
         sums: [N, O] float32 for each of `group`; N is at least `first` + T.
-        x_TI: as `delta`; so are those that follow.
-        pages_LPW: pages.
+        x_NI: [N, I] input that the projections of `group` share.
+        pages_LPW: as `delta`; so are those that follow.
         layer: [] int32.
-        lane: tokens and adapters.
+        lane: tokens and adapters; the rows are those of its tokens.
         layout: of pages.
         group: names of projections.
         max_rank: R.
-        first: row of `sums` that belongs to the first token.
+        first: row of the first token.
         delta: what is added.
 
     Returns:
         [N, O] float32 for each of `group`.
     """
+    x_TI = rows_of(lane, x_NI, first)
     parts = delta(x_TI, pages_LPW, layer, lane, layout=layout, group=group, max_rank=max_rank)
     return add_rows(sums, parts, first=first)
 

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from memory_pool import link
 from memory_pool.near import near_data
-from strategies.lanes import LoraLane, Memory, stripe_of
+from strategies.lanes import LoraLane, Memory, rows_of, stripe_of
 from strategies.setting import LoraSetting, Sums
 
 
 def add(
     sums: Sums,
-    x_TI: jax.Array,
+    x_NI: jax.Array,
     memory: Memory,
     layer: jax.Array,
     lane: LoraLane,
@@ -31,14 +31,14 @@ def add(
 
     Args:
         sums: [N, O] float32 by projection.
-        x_TI: [T, I], the input that the projections share.
+        x_NI: [N, I], the input that the projections share.
         memory: page arrays of this shard.
         layer: [] int32.
         lane: its count and number of stripes are used.
         control: in the pool; pages of A and B are pool pages.
         scope: name under which the lane is in the trace.
         setting: what is fixed.
-        first: row of `sums` that belongs to the first token.
+        first: row of the first token.
 
     Returns:
         [N, O] float32 by projection. What is added is rounded to the dtype of x by each stripe, and 0 for tokens of the
@@ -47,6 +47,7 @@ def add(
     Cost:
         Link: x to each stripe, y of each projection back from each, in the dtype of x.
     """
+    x_TI = rows_of(lane, x_NI, first)
     stripes = lane.ranks.shape[0]
 
     def near(pool: jax.Array, layer: jax.Array, x_STI: jax.Array, control: LoraLane) -> list[tuple[jax.Array, ...]]:

@@ -10,7 +10,7 @@ from strategies.setting import LoraSetting, Sums
 
 def add(
     sums: Sums,
-    x_TI: jax.Array,
+    x_NI: jax.Array,
     memory: Memory,
     layer: jax.Array,
     lane: LoraLane,
@@ -24,14 +24,14 @@ def add(
 
     Args:
         sums: [N, O] float32 by projection.
-        x_TI: [T, I], the input that the projections share.
+        x_NI: [N, I], the input that the projections share.
         memory: page arrays of this shard.
         layer: [] int32.
         lane: pages of A and B are device pages.
         control: not used.
         scope: name under which the lane is in the trace.
         setting: what is fixed.
-        first: row of `sums` that belongs to the first token.
+        first: row of the first token.
 
     Returns:
         [N, O] float32 by projection; rows of tokens of the base model are as they were.
@@ -41,7 +41,7 @@ def add(
     for s in range(lane.ranks.shape[0]):
         own = setting.device.add.call(
             own,
-            x_TI,
+            x_NI,
             memory.adapters,
             layer,
             stripe_of(lane, s),

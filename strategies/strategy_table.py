@@ -16,7 +16,7 @@ class LoraStrategy(NamedTuple):
     """How adapters change projections.
 
     Attributes:
-        add: (sums [N, O] float32 by projection, x [T, I], memory, layer, lane, control, scope=, setting=, first=) to
+        add: (sums [N, O] float32 by projection, x [N, I], memory, layer, lane, control, scope=, setting=, first=) to
             sums with what a lane adds to the T rows from `first` on.
         needs: matrices that it reads from adapter pages on the device.
         traffic: (bucket, use) to the link bytes of one step.

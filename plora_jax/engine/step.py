@@ -257,7 +257,6 @@ class PagedContext:
                 phase=phase,
                 setting=self._setting.lora(kernels, group),
                 first=rows.start,
-                tokens=rows.stop - rows.start,
             )
             sums = {**sums, **added}
         return sums

@@ -129,7 +129,7 @@ def delta(
 
 def add(
     sums: Sequence[jax.Array],
-    x_TI: jax.Array,
+    x_NI: jax.Array,
     pages_LPW: jax.Array,
     layer: jax.Array,
     lane: Stripe,
@@ -149,8 +149,8 @@ def add(
         Reads each rank component in use once; reads and writes the rows of tokens that have an adapter.
     """
     widths = {"inputs": _width_of(layout.in_width, group), "outputs": _width_of(layout.out_width, group)}
-    on_tiles = on_tiles and _fits_tiles(x_TI, pages_LPW, **widths)
-    operands = (_checked(x_TI), pages_LPW, layer, lane.owner, lane.ranks, lane.scale, lane.a_pages, lane.b_pages)
+    on_tiles = on_tiles and _fits_tiles(x_NI, pages_LPW, **widths)
+    operands = (_checked(x_NI), pages_LPW, layer, lane.owner, lane.ranks, lane.scale, lane.a_pages, lane.b_pages)
     call = jax.ffi.ffi_call(
         "plora_tile_add" if on_tiles else "plora_add",
         [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in sums],

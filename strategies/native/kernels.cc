@@ -130,10 +130,11 @@ ffi::Error ExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32 own
 }
 
 // Shrink and expand of all adapters in use; y, [tokens, O] by projection of the group, is added to when `onto`.
-void RunDelta(int threads, const Any& x, const Any& pages, const I32& layer, const I32& owner, const I32& ranks,
-              const F32& scale, const I32& a_pages, const I32& b_pages, const std::vector<float*>& y, bool onto, Ints group,
-              Ints a_widths, Ints b_widths, int64_t max_rank) {
-  int64_t tokens = x.dimensions()[0];
+// Adapters of the tokens whose rows of x begin at `first`.
+void RunDelta(int threads, const Any& x, int64_t first, const Any& pages, const I32& layer, const I32& owner,
+              const I32& ranks, const F32& scale, const I32& a_pages, const I32& b_pages, const std::vector<float*>& y,
+              bool onto, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {
+  int64_t tokens = owner.dimensions()[0];
   Users users(owner.typed_data(), tokens, ranks.dimensions()[0]);
   auto rows = [](int rank, int) { return rank; };
   auto columns = [&](int, int projection) { return b_widths[projection]; };
@@ -154,7 +155,8 @@ void RunDelta(int threads, const Any& x, const Any& pages, const I32& layer, con
     using X = std::remove_const_t<std::remove_pointer_t<decltype(x_type)>>;
     std::unique_ptr<X[]> m(new X[group.size() * tokens * max_rank]);
     auto a = SideOf<T>(pages, layer, ranks, a_pages, a_widths), b = SideOf<T>(pages, layer, ranks, b_pages, b_widths);
-    ShrinkTask<T, X, X> shrink{a, users, Numbers<X>(x), scale, layer.typed_data()[0], group, tokens, max_rank, m.get()};
+    const X* rows = Numbers<X>(x) + first * x.dimensions()[1];
+    ShrinkTask<T, X, X> shrink{a, users, rows, scale, layer.typed_data()[0], group, tokens, max_rank, m.get()};
     ExpandTask<T, X> expand{b, users, group, tokens, max_rank, m.get(), y, onto};
     if (whole) {
       Parallel(threads, costs, [&](int begin, int end) {
@@ -186,7 +188,7 @@ void RunDelta(int threads, const Any& x, const Any& pages, const I32& layer, con
 ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
                      I32 b_pages, ffi::RemainingRets rets, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {
   DeltaResults y(rets, owner, ranks, group, max_rank);
-  RunDelta(pool.num_threads(), x, pages, layer, owner, ranks, scale, a_pages, b_pages, y.Arrays(), false, group, a_widths,
+  RunDelta(pool.num_threads(), x, 0, pages, layer, owner, ranks, scale, a_pages, b_pages, y.Arrays(), false, group, a_widths,
            b_widths, max_rank);
   y.Finish(pool.num_threads());
   return ffi::Error::Success();
@@ -195,8 +197,9 @@ ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owne
 ffi::Error AddImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
                    I32 b_pages, ffi::RemainingArgs, ffi::RemainingRets sums, Ints group, Ints a_widths, Ints b_widths,
                    int64_t max_rank, int64_t first) {
-  RunDelta(pool.num_threads(), x, pages, layer, owner, ranks, scale, a_pages, b_pages, RowsFrom(sums, group, first), true,
-           group, a_widths, b_widths, max_rank);
+  auto y = RowsFrom(sums, group, first);
+  RunDelta(pool.num_threads(), x, first, pages, layer, owner, ranks, scale, a_pages, b_pages, y, true, group, a_widths,
+           b_widths, max_rank);
   return ffi::Error::Success();
 }
 

@@ -146,9 +146,11 @@ std::vector<const uint16_t*> Inputs(const TileCall& call, const uint16_t* x, int
 }
 
 template <typename M>
-Middle<M> RunShrink(const TileCall& call, const Side<uint16_t>& a, const Any& x, const F32& scale, int64_t layer) {
+Middle<M> RunShrink(const TileCall& call, const Side<uint16_t>& a, const Any& x, const F32& scale, int64_t layer,
+                    int64_t first = 0) {
   Middle<M> middle = call.MakeMiddle<M>();
-  const auto inputs = Inputs(call, Numbers<uint16_t>(x), x.dimensions()[1]);
+  const int64_t width = x.dimensions()[1];
+  const auto inputs = Inputs(call, Numbers<uint16_t>(x) + first * width, width);
   const auto sizes = scale.dimensions();
   RunTilePieces(call.threads, ShrinkPieces(call, a.widths), [&](const TilePiece& piece, const TilePiece& then, bool more) {
     const int projection = call.group[piece.at], projection_then = call.group[then.at];
@@ -251,7 +253,7 @@ ffi::Error TileAddImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 ow
 #ifdef __AMX_BF16__
   TileCall call(pool.num_threads(), owner, ranks, group, max_rank);
   auto a = SideOf<uint16_t>(pages, layer, ranks, a_pages, a_widths), b = SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths);
-  auto middle = RunShrink<uint16_t>(call, a, x, scale, layer.typed_data()[0]);
+  auto middle = RunShrink<uint16_t>(call, a, x, scale, layer.typed_data()[0], first);
   RunExpand<true>(call, b, middle, RowsFrom(sums, group, first));
   return ffi::Error::Success();
 #else

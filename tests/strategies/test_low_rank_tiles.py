@@ -159,7 +159,9 @@ def test_add_on_tiles_is_bit_equal_in_any_company_and_leaves_other_rows(order: s
         def call(sums: Any, x: Any, pages: Any, lane: Any) -> Any:
             return tiles("add")(sums, x, pages, jnp.int32(1), lane, first=first, **fixed)
 
-        return jax.jit(call)(sums, x[chosen], packed().pages, packed().lane(owner[chosen]))
+        around = ((first, len(sums[0]) - first - len(chosen)), (0, 0))
+        rows = jnp.pad(jnp.asarray(x)[chosen], around, constant_values=jnp.nan)
+        return jax.jit(call)(sums, rows, packed().pages, packed().lane(owner[chosen]))
 
     got = add(np.arange(len(owner)), before, lead)
     some = np.flatnonzero(owner >= 0)[3:150:7]
