@@ -17,7 +17,7 @@ from strategies.native import build
 if TYPE_CHECKING:
     from strategies.planner.decision import Decision, Moves
     from strategies.planner.folded import Folded
-    from strategies.planner.prices import Shares
+    from strategies.planner.prices import Node, Part, Shares
     from strategies.planner.relaxation import Relaxation
 
 _INT, _DOUBLE, _ARRAY = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -29,11 +29,12 @@ class FoldedView(ctypes.Structure):
     arrays: list[np.ndarray]
     _fields_ = (
         *((name, _INT) for name in ("rows", "columns", "places", "phases", "kv_first", "kv_end")),
-        *((name, _ARRAY) for name in ("work", "own", "bytes", "active", "fixed", "fixed_serial", "starts")),
+        *((name, _ARRAY) for name in ("work", "own", "bytes", "allowed", "active", "home", "base")),
+        *((name, _ARRAY) for name in ("fixed", "fixed_serial", "starts")),
         *((name, _ARRAY) for name in ("kv_device", "kv_pool", "kv_serial")),
         ("attentions", _INT),
-        *((name, _DOUBLE) for name in ("budget", "adapter_budget", "slack", "kv_bytes", "kv_move_s")),
-        *((name, _DOUBLE) for name in ("current_fraction", "min_fraction", "most_fraction")),
+        *((name, _DOUBLE) for name in ("budget", "adapter_budget", "adapter_limit", "kv_budget", "slack", "kv_slack")),
+        *((name, _DOUBLE) for name in ("kv_bytes", "kv_move_s", "current_fraction", "min_fraction", "most_fraction")),
     )
 
 
@@ -55,14 +56,22 @@ _ARGUMENTS = {
     "least_sums": (_INT, _INT, _INT, *4 * (_ARRAY,)),
     "sums": _VIEWS,
     "value": _VIEWS,
-    "best_fraction": (*_VIEWS, _DOUBLE),
+    "fillings": (_VIEWS[0], _ARRAY, _INT, _ARRAY),
+    "part": (
+        *(_VIEWS[0], _INT, _ARRAY, _INT, _INT),
+        *(_INT, *3 * (_ARRAY,), _DOUBLE),
+        *(_INT, _ARRAY, _DOUBLE, _DOUBLE, *4 * (_ARRAY,)),
+    ),
+    "best_fraction": _VIEWS,
+    "make_fit": (*_VIEWS, _ARRAY, _DOUBLE),
+    "closest": (*_VIEWS, _ARRAY, _INT, _ARRAY),
     "take_best": (*_VIEWS, _ARRAY, _ARRAY, _INT, _DOUBLE, _DOUBLE),
     "single_moves": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _INT),
     "exchanges": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _INT),
     "walk": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _ARRAY, _INT, _DOUBLE),
-    "level": (*_VIEWS, _ARRAY, _ARRAY, *4 * (_DOUBLE,)),
+    "round": (*_VIEWS, _ARRAY, _ARRAY, _DOUBLE, _DOUBLE, _ARRAY, _ARRAY, _DOUBLE, _ARRAY, _DOUBLE, _DOUBLE),
 }
-_RESULTS = {"relaxation": _INT, "value": _DOUBLE}
+_RESULTS = {"relaxation": _INT, "value": _DOUBLE, "fillings": _DOUBLE}
 
 
 @functools.cache
@@ -84,15 +93,19 @@ def _flags(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, np.bool_)
 
 
+def _limit(value: float | None) -> float:
+    return np.inf if value is None else value
+
+
 def view_of(folded: Folded) -> FoldedView:
     """What native functions see of a problem."""
     kv = folded.problem.kv
     charged = ("fixed", "fixed_serial") if folded.has_fixed else ()
-    arrays = {
-        name: _doubles(getattr(folded, name)) for name in ("work", "own", "bytes", "kv_device", "kv_pool", *charged)
-    }
+    numbers = ("work", "own", "bytes", "base", "kv_device", "kv_pool", *charged)
+    arrays = {name: _doubles(getattr(folded, name)) for name in numbers}
+    arrays |= {name: _flags(getattr(folded, name)) for name in ("allowed", "active")}
+    arrays |= {name: _integers(getattr(folded, name)) for name in ("home", "starts")}
     arrays["kv_serial"] = _doubles(kv.pool_serial_s)
-    arrays["active"], arrays["starts"] = _flags(folded.active), _integers(folded.starts)
     m, s, k = folded.work.shape
     view = FoldedView(
         rows=m,
@@ -104,7 +117,10 @@ def view_of(folded: Folded) -> FoldedView:
         attentions=len(kv.strategies),
         budget=folded.budget_bytes,
         adapter_budget=folded.adapter_budget_bytes,
+        adapter_limit=_limit(folded.adapter_limit_bytes),
+        kv_budget=_limit(kv.kv_budget_bytes),
         slack=folded.slack_bytes,
+        kv_slack=folded.problem.slack_bytes,
         kv_bytes=kv.device_bytes,
         kv_move_s=kv.move_s,
         current_fraction=kv.current_fraction,
@@ -128,7 +144,7 @@ def _seen(decision: Decision) -> DecisionView:
     return view
 
 
-def _change(name: str, decision: Decision, *arguments: float) -> None:
+def _change(name: str, decision: Decision, *arguments: float | None) -> None:
     """Calls a function that changes a decision."""
     view = _seen(decision)
     _function(name)(decision.folded.view, view, *arguments)
@@ -179,9 +195,54 @@ def value(decision: Decision, /) -> float:
     return decision.folded.serial_s + _function("value")(decision.folded.view, _seen(decision))
 
 
-def best_fraction(decision: Decision, most: float) -> None:
-    """As strategies.planner.improve.fraction_up_to."""
-    _change("best_fraction", decision, most)
+def fillings(folded: Folded, current: np.ndarray, fetch: int | None) -> tuple[np.ndarray, float]:
+    """As strategies.planner.filling.fillings."""
+    columns, current = np.empty((1 + folded.num_columns, len(folded.rows)), np.int64), _integers(current)
+    to = -1 if fetch is None else fetch
+    return columns, _function("fillings")(folded.view, current.ctypes.data, to, columns.ctypes.data)
+
+
+def relaxed_part(
+    folded: Folded,
+    node: Node,
+    part: Part,
+    places: np.ndarray,
+    *,
+    scale_s: float,
+    gap: float,
+    noise: np.ndarray | None,
+) -> tuple[np.ndarray, float, float, float, np.ndarray, float]:
+    """As strategies.planner.prices.relaxed_part."""
+    columns, rows, places = _flags(node.columns), _integers(part.rows), _integers(places)
+    weight, loads = _doubles(part.weight), _doubles(part.loads)
+    added = None if noise is None else _doubles(noise)
+    shares, prices, numbers = np.empty((len(rows), folded.num_columns)), np.empty(len(folded.base)), (4 * _DOUBLE)()
+    _function("part")(
+        *(folded.view, node.attention, columns.ctypes.data, node.whole, node.charged),
+        *(len(rows), rows.ctypes.data, weight.ctypes.data, loads.ctypes.data, part.used_bytes),
+        *(len(places), places.ctypes.data, scale_s, gap, None if added is None else added.ctypes.data),
+        *(shares.ctypes.data, prices.ctypes.data, numbers),
+    )
+    joint, adapters, softness, fraction = numbers
+    return prices, joint, adapters, softness, shares, fraction
+
+
+def best_fraction(decision: Decision) -> None:
+    """As strategies.planner.improve.best_fraction."""
+    _change("best_fraction", decision)
+
+
+def make_fit(decision: Decision, total: np.ndarray, adapter_byte: float) -> None:
+    """As strategies.planner.improve.make_fit."""
+    total = _doubles(total)
+    _change("make_fit", decision, total.ctypes.data, adapter_byte)
+
+
+def closest(decision: Decision, total: np.ndarray, number: int) -> np.ndarray:
+    """As strategies.planner.rounding.closest."""
+    total, rows = _doubles(total), np.empty(min(number, len(decision.columns)), np.int64)
+    _function("closest")(decision.folded.view, decision.view, total.ctypes.data, number, rows.ctypes.data)
+    return rows
 
 
 def take_best(decision: Decision, /, moves: Moves, *, sharpness: float | None, byte_price: float) -> None:
@@ -209,11 +270,16 @@ def walk(decision: Decision, rows: np.ndarray, barred: np.ndarray, *, sharpness:
     _change("walk", decision, rows.ctypes.data, len(rows), sharpness or 0.0, barred.ctypes.data, steps, byte_s)
 
 
-def level(decision: Decision, relaxed: Shares, total: np.ndarray, *, sharpness: float, byte_s: float) -> None:
-    """As strategies.planner.rounding.level."""
-    prices, total = _doubles(relaxed.prices.places), _doubles(total)
-    byte, fraction = relaxed.prices.adapter_byte, relaxed.fraction
-    _change("level", decision, prices.ctypes.data, total.ctypes.data, byte, fraction, sharpness, byte_s)
+def near(decision: Decision, node: Node, relaxed: Shares, total: np.ndarray, *, byte_s: float, enough_s: float) -> None:
+    """As strategies.planner.rounding.near."""
+    folded, prices = decision.folded, relaxed.prices
+    places, total, open_ = _doubles(prices.places), _doubles(total), _flags(node.columns)
+    shares, by_home = _doubles(relaxed.shares), _doubles(folded.by_home)
+    of_all = shares.ctypes.data if len(shares) == len(folded.rows) else None
+    _change(
+        *("round", decision, places.ctypes.data, total.ctypes.data, prices.adapter_byte, relaxed.fraction),
+        *(open_.ctypes.data, of_all, prices.softness, by_home.ctypes.data, byte_s, enough_s - folded.serial_s),
+    )
 
 
 def interior_point(problem: Relaxation, gap: float, max_steps: int) -> tuple[np.ndarray, np.ndarray, float, int]:

@@ -102,17 +102,6 @@ void plora_plan_least_sums(int64_t rows, int64_t columns, int64_t sets, const do
   }
 }
 
-// Sums of a decision by its columns; loads are added to what is there.
-void plora_plan_sums(const Folded* folded, Decision* decision) {
-  decision->own = decision->bytes = 0.0;
-  std::fill_n(decision->count, folded->columns, 0);
-  for (int64_t row = 0; row < folded->rows; ++row) {
-    int64_t column = decision->columns[row], at = row * folded->columns + column;
-    const double* work = folded->Work(row, column);
-    for (int64_t k = 0; k < folded->places; ++k) decision->loads[k] += work[k];
-    decision->own += folded->own[at], decision->bytes += folded->bytes[at];
-    decision->count[column] += folded->active[row];
-  }
-}
+void plora_plan_sums(const Folded* folded, Decision* decision) { AddUp(*folded, decision); }
 
 }  // extern "C"

@@ -247,6 +247,11 @@ class Folded:
         return ranks
 
     @functools.cached_property
+    def most_bytes(self) -> float:
+        """Of all rows in their largest columns."""
+        return float(self.bytes.max(axis=1, initial=0.0).sum())
+
+    @functools.cached_property
     def view(self) -> FoldedView:
         """What native functions see of it."""
         return planner_calls.view_of(self)

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import numpy as np
 
 from strategies.planner.decision import Decision, Moves
-from strategies.planner.filling import Filling
+from strategies.planner.filling import fillings
 from strategies.planner.folded import Folded, costs_of_loads, num_places
 from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, wander
 from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
-from strategies.planner.rounding import SHARPNESS, closest, rounded
+from strategies.planner.rounding import CLOSE, SHARPNESS, closest, rounded
 
 _SAMPLE = 44
 """Adapters that are heavy, and as many that stand for the others, where prices are found from fewer than all."""
@@ -175,26 +175,16 @@ def optimize(
 def _simple(folded: Folded) -> list[Decision]:
     """Everyone in the strategy of fewest bytes; and for each strategy, everyone in it who fits, the others fetched."""
     problem = folded.problem
-    current = problem.current[folded.live]
-    cost = folded.work.sum(axis=-1) + folded.own
-    filling = Filling(folded.allowed, folded.bytes, cost, folded.adapter_budget_bytes)
-    if filling.free < -1e-9 * max(1.0, problem.budget_bytes):
+    fetch = problem.strategies.index("fetch") if "fetch" in problem.strategies else None
+    columns, free = fillings(folded, problem.current[folded.live], fetch)
+    if free < -1e-9 * max(1.0, problem.budget_bytes):
         raise PlanError(
             f"{problem.budget_bytes:.0f} bytes of device memory cannot hold the "
-            f"{folded.adapter_budget_bytes - filling.free + folded.rest_bytes:.0f} of pinned adapters and the "
+            f"{folded.adapter_budget_bytes - free + folded.rest_bytes:.0f} of pinned adapters and the "
             f"{problem.kv.min_fraction * problem.kv.device_bytes:.0f} of KV that is being written: "
             "unpin adapters, run fewer sequences or raise the budget"
         )
-    fillings, idle = [filling], (~folded.active).astype(np.uint8)
-    for column, name in enumerate(problem.strategies):
-        full = filling.copy()
-        order = np.argsort(2 * idle + (current != column), kind="stable")
-        rest = order[~full.give(order, np.full(len(order), column))]
-        if "fetch" in problem.strategies and name != "fetch":
-            rest = rest[folded.active[rest]]
-            full.give(rest, np.full(len(rest), problem.strategies.index("fetch")))
-        fillings.append(full)
-    decisions = [Decision(folded, f.columns, attention=0, fraction=problem.kv.min_fraction) for f in fillings]
+    decisions = [Decision(folded, each, attention=0, fraction=problem.kv.min_fraction) for each in columns]
     for decision in decisions:
         best_fraction(decision)
     return decisions
@@ -306,7 +296,7 @@ def _alike(node: Node, other: Node) -> bool:
 def _polish(decision: Decision, near: _Found, until: float) -> None:
     """Moves and exchanges among many adapters."""
     before = decision.copy()
-    rows = np.union1d(closest(decision, near.total), _pressing(decision))
+    rows = np.union1d(closest(decision, near.total, CLOSE), _pressing(decision))
     for sharpness in (*SHARPNESS, None):
         single_moves(decision, rows, sharpness=sharpness, rounds=4)
         exchanges(decision, rows, sharpness=sharpness, rounds=6)
@@ -365,7 +355,7 @@ def _refined(problem: PlanProblem, start: Duals) -> _Outcome | None:
     scarce = start.joint * kv.device_bytes > _GAP * start.bound_s
     wanted = folded.most_kv if scarce else start.fraction
     decision = Decision(folded, columns, attention=start.attention, fraction=wanted)
-    make_fit(decision, total - prices.adapter_byte * folded.bytes)
+    make_fit(decision, total, prices.adapter_byte)
     if not decision.fits:
         return None
     moves = _wanted(decision, usual)

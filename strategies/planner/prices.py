@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from strategies.native import planner_calls
 from strategies.planner.folded import Folded, least_sums
+from strategies.planner.implementation import either
 from strategies.planner.relaxation import Relaxation
 
 
@@ -179,7 +181,38 @@ def relax(
         gap: to stop at, of the value.
         tie_break: of the value, noise on the costs of strategies, so that most of equal adapters are decided.
     """
-    return _Builder(folded, node, part, places, scale_s).solve(gap, tie_break)
+    noise = _noise(len(part.rows), folded.num_columns) * (tie_break / float(part.weight.sum())) if tie_break else None
+    found = relaxed_part(folded, node, part, places, scale_s=scale_s, gap=gap, noise=noise)
+    return Shares(Prices(*found[:4]), *found[4:])
+
+
+@functools.lru_cache(maxsize=8)
+def _noise(rows: int, columns: int) -> np.ndarray:
+    """[M, S] in [0, 1), the same each time; read-only."""
+    noise = np.random.default_rng(rows).random((rows, columns))
+    noise.flags.writeable = False
+    return noise
+
+
+@either(planner_calls.relaxed_part)
+def relaxed_part(
+    folded: Folded,
+    node: Node,
+    part: Part,
+    places: np.ndarray,
+    *,
+    scale_s: float,
+    gap: float,
+    noise: np.ndarray | None,
+) -> tuple[np.ndarray, float, float, float, np.ndarray, float]:
+    """The fields of `Prices`, and then those of `Shares`.
+
+    Args:
+        folded, node, part, places, scale_s, gap: as of `relax`.
+        noise: [M, S], added to costs as a part of the value; None: nothing.
+    """
+    prices, shares, fraction = _Builder(folded, node, part, places, scale_s).solve(gap, noise)
+    return *prices, shares, fraction
 
 
 class _Builder:
@@ -231,15 +264,14 @@ class _Builder:
             work[row, 1, k:] = [kv_bytes * (high - low) for kv_bytes, _ in self.memory]
         return work
 
-    def solve(self, gap: float, tie_break: float) -> Shares:
+    def solve(self, gap: float, noise: np.ndarray | None) -> Shares:
         """Relaxes, and puts the answer back into seconds."""
         folded, part, kv = self.folded, self.part, self.folded.problem.kv
         m, s, k = len(part.rows), folded.num_columns, len(self.base)
         cost = np.zeros((m + len(self.pieces), s))
         cost[:m] = np.where(self.allowed, folded.own[part.rows], 0.0) * (part.weight[:, None] / self.scale_s)
-        if tie_break:
-            noise = np.random.default_rng(m).random((m, s))
-            cost[:m] += noise * (tie_break * part.weight[:, None] / float(part.weight.sum()))
+        if noise is not None:
+            cost[:m] += noise * part.weight[:, None]
         for row, (low, high) in enumerate(self.pieces, m):
             cost[row, 1] = kv.move_s * (high - low) / self.scale_s if high > kv.current_fraction else 0.0
         allowed = np.zeros(cost.shape, bool)

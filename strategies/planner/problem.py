@@ -178,12 +178,13 @@ class PlanProblem:
             self.budget_bytes - adapter_bytes, np.inf if self.kv.kv_budget_bytes is None else self.kv.kv_budget_bytes
         )
         fraction = room / self.kv.device_bytes
-        if fraction < self.kv.min_fraction and room >= self.kv.min_fraction * self.kv.device_bytes - self._slack:
+        if fraction < self.kv.min_fraction and room >= self.kv.min_fraction * self.kv.device_bytes - self.slack_bytes:
             return self.kv.min_fraction
         return min(1.0, fraction)
 
     @property
-    def _slack(self) -> float:
+    def slack_bytes(self) -> float:
+        """What sums of bytes may be off by."""
         return _SLACK * max(1.0, self.budget_bytes)
 
 

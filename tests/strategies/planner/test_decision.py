@@ -91,7 +91,7 @@ def test_make_fit_ends_within_all_limits():
         folded = Folded(problem)
         largest = np.where(folded.allowed, folded.bytes, -1).argmax(axis=1)
         decision = Decision(folded, largest, attention=0, fraction=1.0)
-        make_fit(decision, folded.costs(decision.prices(100.0)))
+        make_fit(decision, folded.costs(decision.prices(100.0)), 0.0)
         assert decision.fits
         assert decision.bytes <= folded.adapter_budget_bytes * (1 + 1e-9) + 1
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from strategies.native import planner_calls, unavailable
-from strategies.planner import folded, implementation, improve, prices, rounding
+from strategies.planner import filling, folded, implementation, improve, prices, rounding
 from strategies.planner.decision import Decision, Moves
 from strategies.planner.folded import Folded
 from strategies.planner.optimizer import optimize
@@ -140,7 +140,7 @@ def start(seed, *, n=None):
     columns = np.where(rng.random(len(cheap)) < 0.7, cheap, rng.permuted(of.allowed, axis=1).argmax(axis=1))
     columns = np.where(of.allowed[of.rows, columns], columns, cheap)
     of_seed = Decision(of, columns, attention=seed % 2, fraction=float(rng.random()))
-    improve.make_fit(of_seed, of.costs(of_seed.prices(200.0)))
+    improve.make_fit(of_seed, of.costs(of_seed.prices(200.0)), 0.0)
     return of_seed
 
 
@@ -158,19 +158,38 @@ CHANGES = {
     "take_best": lambda of, rows: of.take_best(
         Moves(rows, of.folded.allowed[rows].argmax(axis=1)), sharpness=200.0, byte_price=1e-12
     ),
-    "level": lambda of, rows: rounding.level(of, *at_random_prices(of), sharpness=500.0, byte_s=1e-12),
+    "near": lambda of, rows: near(of, decided=True),
+    "near_from_prices": lambda of, rows: near(of, decided=False),
+    "near_mended": lambda of, rows: near(of, decided=True, enough=0.0),
+    "make_fit": lambda of, rows: improve.make_fit(overfull(of), at_random_prices(of)[1], 0.0),
 }
 
 
+def near(of, *, decided, enough=0.9):
+    """Rounds shares of all, or none, at random prices in a node that some columns are not part of."""
+    relaxed, total = at_random_prices(of)
+    if decided:
+        shares = np.random.default_rng(1).random(total.shape) * of.folded.allowed
+        relaxed = relaxed._replace(shares=shares / shares.sum(axis=1, keepdims=True))
+    node = prices.Node(of.attention, np.arange(total.shape[1]) != 1)
+    rounding.near(of, node, relaxed, total, byte_s=1e-12, enough_s=enough * of.value())
+
+
+def overfull(of):
+    """Everyone where it takes most."""
+    largest = np.where(of.folded.allowed, of.folded.bytes, -1.0).argmax(axis=1)
+    of.take(Decision(of.folded, largest, attention=of.attention, fraction=of.wanted))
+    return of
+
+
 def at_random_prices(of):
-    """Shares at prices that are drawn, and the costs there; what takes the most is not usable."""
+    """Prices that are drawn, without shares, and the costs there."""
     rng = np.random.default_rng(len(of.columns))
     places = rng.random(len(of.loads))
     places /= np.add.reduceat(places, of.folded.starts)[of.folded.phase_of]
     byte = 0.1 * of.value() / max(of.folded.budget_bytes, 1.0)
     drawn = prices.Shares(prices.Prices(places, byte, 0.0, 1e-6), np.zeros(0), 0.5)
     total = of.folded.costs(places) + byte * of.folded.bytes
-    total[of.folded.rows[::7], of.columns[::7] - 1] = np.inf
     return drawn, total
 
 
@@ -207,7 +226,7 @@ def test_change_equals_numpy(name, both):
 def test_change_without_rows_changes_nothing_that_rows_do(name):
     of = start(5)
     columns, no_rows = of.columns.copy(), np.zeros(0, int)
-    if name != "level":
+    if not name.startswith(("near", "make_fit")):
         CHANGES[name](of, no_rows)
         assert (of.columns == columns).all()
 
@@ -244,6 +263,44 @@ def test_extremes_of_columns_that_are_allowed_equal_numpy(both):
     native, reference = both(lambda: np.array(folded.extremes(load, np.array([0, 1, 2, 4, 5]), home, 3, allowed)))
     np.testing.assert_allclose(native, reference, rtol=1e-12)
     assert (native[:, 1] == 0).all(), "nobody is at home there"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_relaxed_part_of_a_problem_equals_numpy(seed, both):
+    """Some rows, each for a weight of them, at some places, in a node that not all columns are part of."""
+    problem = random_instance(seed, n=70)
+    of, rng = Folded(problem, fold_idle=False), np.random.default_rng(seed)
+    rows = rng.permutation(len(of.rows))[: int(rng.integers(0, 50))]
+    part = prices.Part(rows, 1.0 + rng.random(len(rows)), of.base * (1 + rng.random()), 0.1 * of.budget_bytes)
+    node = prices.Node(seed % 2, rng.random(of.num_columns) < 0.7, whole=seed % 5 == 0, charged=seed % 3 > 0)
+    places = np.flatnonzero((rng.random(len(of.base)) < 0.8) | np.isin(np.arange(len(of.base)), of.starts))
+    noise = 1e-3 * rng.random((len(rows), of.num_columns)) if seed % 2 else None
+    scale_s = max(float(of.longest(of.base)), 1e-3)
+
+    def run():
+        return prices.relaxed_part(of, node, part, places, scale_s=scale_s, gap=1e-4, noise=noise)
+
+    native, reference = both(run)
+    for found, expected, size in zip(native, reference, (1, 1e-9, 1e-9, scale_s, 1, 1), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fillings_equal_numpy(seed, both):
+    problem = random_instance(seed)
+    of = Folded(problem)
+    fetch = problem.strategies.index("fetch") if seed % 3 else None
+    (native, free), (reference, same) = both(lambda: filling.fillings(of, problem.current[of.live], fetch))
+    assert (native == reference).all()
+    assert free == pytest.approx(same, rel=1e-12, abs=1e-3)
+
+
+def test_closest_rows_equal_numpy(both):
+    for seed in SEEDS:
+        of = start(seed)
+        total = at_random_prices(of)[1]
+        native, reference = both(lambda of=of, total=total: rounding.closest(of, total, 12))
+        assert sorted(native) == sorted(reference)
 
 
 def test_optimize_finds_plans_as_good_as_in_numpy(both):
@@ -301,4 +358,5 @@ def test_native_functions_are_called(monkeypatch):
         optimize(random_instance(seed))
     optimize(random_instance(7), optimize(random_instance(7))[1])
     improve.wander(start(3), np.arange(8), sharpness=None, steps=3)
+    solve(relaxation_problem(1))
     assert called == set(planner_calls._ARGUMENTS)
