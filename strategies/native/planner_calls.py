@@ -17,7 +17,8 @@ from strategies.native import build
 if TYPE_CHECKING:
     from strategies.planner.decision import Decision, Moves
     from strategies.planner.folded import Folded
-    from strategies.planner.prices import Node, Part, Shares
+    from strategies.planner.prices import Node, Nodes, Part, Prices, Shares
+    from strategies.planner.problem import PlanProblem
     from strategies.planner.relaxation import Relaxation
 
 _INT, _DOUBLE, _ARRAY = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -38,6 +39,16 @@ class FoldedView(ctypes.Structure):
     )
 
 
+class ProblemView(ctypes.Structure):
+    """`Problem` of planner_problem.cc; `arrays` are those that it points to, which it keeps alive."""
+
+    arrays: list[np.ndarray]
+    _fields_ = (
+        *((name, _INT) for name in ("columns", "resources", "phases", "homes")),
+        *((name, _ARRAY) for name in ("load", "serial", "bytes", "move", "home")),
+    )
+
+
 class DecisionView(ctypes.Structure):
     """`Decision` of planner_decision.h."""
 
@@ -48,12 +59,19 @@ class DecisionView(ctypes.Structure):
     )
 
 
+_PROBLEM = ctypes.POINTER(ProblemView)
 _VIEWS = (ctypes.POINTER(FoldedView), ctypes.POINTER(DecisionView))
 _ARGUMENTS = {
     "relaxation": (_INT, _INT, _INT, *6 * (_ARRAY,), _DOUBLE, _INT, _ARRAY, _ARRAY, ctypes.POINTER(_DOUBLE)),
     "extremes": (*4 * (_INT,), *6 * (_ARRAY,)),
     "work": (*4 * (_INT,), *3 * (_ARRAY,), _INT, _ARRAY, _ARRAY),
     "least_sums": (_INT, _INT, _INT, *4 * (_ARRAY,)),
+    "lower_bounds": (_VIEWS[0], _ARRAY, _DOUBLE, _DOUBLE, _ARRAY, _INT, *4 * (_ARRAY,)),
+    "chosen": (_PROBLEM, _INT, *5 * (_ARRAY,)),
+    "own": (_PROBLEM, _INT, *3 * (_ARRAY,), _DOUBLE, _DOUBLE, _ARRAY),
+    "settled": (_PROBLEM, _INT, *4 * (_ARRAY,), _DOUBLE, _DOUBLE, *3 * (_ARRAY,)),
+    "sample": (_VIEWS[0], _INT, _ARRAY),
+    "pressing": (*_VIEWS, _DOUBLE, _INT, _ARRAY),
     "sums": _VIEWS,
     "value": _VIEWS,
     "fillings": (_VIEWS[0], _ARRAY, _INT, _ARRAY),
@@ -71,7 +89,7 @@ _ARGUMENTS = {
     "walk": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _ARRAY, _INT, _DOUBLE),
     "round": (*_VIEWS, _ARRAY, _ARRAY, _DOUBLE, _DOUBLE, _ARRAY, _ARRAY, _DOUBLE, _ARRAY, _DOUBLE, _DOUBLE),
 }
-_RESULTS = {"relaxation": _INT, "value": _DOUBLE, "fillings": _DOUBLE}
+_RESULTS = {"relaxation": _INT, "value": _DOUBLE, "fillings": _DOUBLE, "settled": _INT}
 
 
 @functools.cache
@@ -132,6 +150,18 @@ def view_of(folded: Folded) -> FoldedView:
     return view
 
 
+def view_of_problem(problem: PlanProblem) -> ProblemView:
+    """What native functions see of a problem as it is given."""
+    named = {"load": problem.load_s, "serial": problem.serial_s, "bytes": problem.device_bytes, "move": problem.move_s}
+    arrays = {name: _doubles(array) for name, array in named.items()} | {"home": _integers(problem.home)}
+    _, s, f, r = problem.load_s.shape
+    view = ProblemView(columns=s, resources=f * r, phases=f, homes=problem.num_pool_devices + 1)
+    for name, array in arrays.items():
+        setattr(view, name, array.ctypes.data)
+    view.arrays = list(arrays.values())
+    return view
+
+
 def view_of_decision(decision: Decision) -> DecisionView:
     """What native functions see of a decision, but for the numbers, which `_seen` brings up to date."""
     return DecisionView(decision.columns.ctypes.data, decision.loads.ctypes.data, decision.count.ctypes.data)
@@ -150,6 +180,45 @@ def _change(name: str, decision: Decision, *arguments: float | None) -> None:
     _function(name)(decision.folded.view, view, *arguments)
     decision.attention, decision.wanted = view.attention, view.wanted
     decision.own, decision.bytes = view.own, view.bytes
+
+
+def chosen(problem: PlanProblem, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """As strategies.planner.problem.chosen."""
+    f, r = problem.load_s.shape[2:]
+    loads, serial, totals = np.empty((problem.num_pool_devices + 1, f, r)), np.empty(f), (2 * _DOUBLE)()
+    rows, columns = _integers(rows), _integers(columns)
+    found = loads.ctypes.data, serial.ctypes.data, totals
+    _function("chosen")(problem.view, len(rows), rows.ctypes.data, columns.ctypes.data, *found)
+    return loads, serial, *totals
+
+
+def own(problem: PlanProblem, rows: np.ndarray, tie: float, tie_byte: float) -> np.ndarray:
+    """As strategies.planner.folded.own."""
+    rows, allowed, current = _integers(rows), _flags(problem.allowed), _integers(problem.current)
+    out = np.empty((len(rows), allowed.shape[1]))
+    given = (array.ctypes.data for array in (rows, allowed, current))
+    _function("own")(problem.view, len(rows), *given, tie, tie_byte, out.ctypes.data)
+    return out
+
+
+def settled(
+    problem: PlanProblem, rows: np.ndarray, strategy: np.ndarray, prices: np.ndarray, *, byte: float, sure: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As strategies.planner.settled.settled_rows."""
+    rows, allowed, strategy, prices = _integers(rows), _flags(problem.allowed), _integers(strategy), _doubles(prices)
+    found, columns, costs = (
+        np.empty(shape, kind)
+        for shape, kind in (
+            (len(rows), np.int64),
+            (len(rows), np.int64),
+            ((len(rows) + 1, allowed.shape[1]), np.float64),
+        )
+    )
+    given = (array.ctypes.data for array in (rows, allowed, strategy, prices))
+    number = _function("settled")(
+        problem.view, len(rows), *given, byte, sure, found.ctypes.data, columns.ctypes.data, costs.ctypes.data
+    )
+    return found[:number], columns[:number], costs[:number]
 
 
 def extremes(
@@ -183,6 +252,23 @@ def least_sums(values: np.ndarray, active: np.ndarray, sets: np.ndarray) -> np.n
     given = (array.ctypes.data for array in (values, active, sets, sums))
     _function("least_sums")(*values.shape, len(sets), *given)
     return sums
+
+
+def lower_bounds(folded: Folded, prices: Prices, total: np.ndarray, among: Nodes) -> np.ndarray:
+    """As strategies.planner.prices.lower_bounds."""
+    attention, columns, whole = among.arrays
+    places, total, bounds = _doubles(prices.places), _doubles(total), np.empty(len(attention))
+    of_nodes = (array.ctypes.data for array in (attention, columns, whole, bounds))
+    costs = prices.joint, prices.adapters, total.ctypes.data
+    _function("lower_bounds")(folded.view, places.ctypes.data, *costs, len(attention), *of_nodes)
+    return bounds + folded.serial_s
+
+
+def sample(folded: Folded, number: int) -> np.ndarray:
+    """As strategies.planner.folded.sample."""
+    rows = np.empty(2 * number, np.int64)
+    _function("sample")(folded.view, number, rows.ctypes.data)
+    return rows
 
 
 def add_up(decision: Decision, /) -> None:
@@ -268,6 +354,13 @@ def walk(decision: Decision, rows: np.ndarray, barred: np.ndarray, *, sharpness:
     rows, barred = _integers(rows), _integers(barred)
     steps = len(barred)
     _change("walk", decision, rows.ctypes.data, len(rows), sharpness or 0.0, barred.ctypes.data, steps, byte_s)
+
+
+def pressing(decision: Decision, *, sharpness: float, number: int) -> np.ndarray:
+    """As strategies.planner.rounding.pressing."""
+    rows = np.empty(min(number, len(decision.columns)), np.int64)
+    _function("pressing")(decision.folded.view, _seen(decision), sharpness, number, rows.ctypes.data)
+    return rows
 
 
 def near(decision: Decision, node: Node, relaxed: Shares, total: np.ndarray, *, byte_s: float, enough_s: float) -> None:

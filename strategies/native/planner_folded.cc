@@ -66,6 +66,29 @@ void Work(const Loads& loads, int64_t places, const double* shares, double* work
   }
 }
 
+// The adapters that prices are found from, 2 * `number` of more: the largest ones, and as many that stand for the others.
+void Sample(const Folded& f, int64_t number, int64_t* rows) {
+  std::vector<double> seconds(f.rows), bytes(f.rows), size(f.rows);
+  for (int64_t row = 0; row < f.rows; ++row) {
+    seconds[row] = Total(f.Work(row, 0), f.columns * f.places);
+    bytes[row] = Total(f.bytes + row * f.columns, f.columns);
+  }
+  double all_s = std::max(Total(seconds.data(), f.rows), 1e-300), all_bytes = std::max(Total(bytes.data(), f.rows), 1.0);
+  for (int64_t row = 0; row < f.rows; ++row) size[row] = seconds[row] / all_s + bytes[row] / all_bytes;
+  std::vector<int64_t> order(f.rows);
+  for (int64_t row = 0; row < f.rows; ++row) order[row] = row;
+  std::nth_element(order.begin(), order.begin() + number, order.end(), [&](int64_t a, int64_t b) {
+    return size[a] > size[b] || (size[a] == size[b] && a < b);
+  });
+  std::copy_n(order.begin(), number, rows);
+  std::sort(order.begin() + number, order.end(), [&](int64_t a, int64_t b) {
+    if (f.home[a] != f.home[b]) return f.home[a] < f.home[b];
+    return size[a] < size[b] || (size[a] == size[b] && a < b);
+  });
+  double each = static_cast<double>(f.rows - number) / number;
+  for (int64_t i = 0; i < number; ++i) rows[number + i] = order[number + static_cast<int64_t>((i + 0.5) * each)];
+}
+
 }  // namespace
 }  // namespace plora::planner
 
@@ -84,23 +107,7 @@ void plora_plan_work(int64_t rows, int64_t columns, int64_t resources, int64_t h
   Work({rows, columns, resources, homes, load, row_of, home}, places, shares, work);
 }
 
-// [U] sums over rows of the least of values [M, S] in each of the sets [U, S] of columns; in any column if not active.
-void plora_plan_least_sums(int64_t rows, int64_t columns, int64_t sets, const double* values, const uint8_t* active,
-                           const uint8_t* in_set, double* sums) {
-  std::vector<double> barred(sets * columns);
-  for (int64_t i = 0; i < sets * columns; ++i) barred[i] = in_set[i] ? 0.0 : kInf;
-  std::fill_n(sums, sets, 0.0);
-  for (int64_t row = 0; row < rows; ++row, values += columns) {
-    double of_all = *std::min_element(values, values + columns);
-    for (int64_t set = 0; set < sets; ++set) {
-      double least = active[row] ? kInf : of_all;
-      for (int64_t s = 0; active[row] && s < columns; ++s) {
-        least = std::min(least, values[s] + barred[set * columns + s]);
-      }
-      sums[set] += least;
-    }
-  }
-}
+void plora_plan_sample(const Folded* folded, int64_t number, int64_t* rows) { Sample(*folded, number, rows); }
 
 void plora_plan_sums(const Folded* folded, Decision* decision) { AddUp(*folded, decision); }
 

@@ -169,6 +169,29 @@ std::vector<int64_t> Closest(const Folded& f, const int64_t* columns, const doub
   return rows;
 }
 
+// The rows that would relieve the busiest places most by leaving: `number` of them, or all.
+std::vector<int64_t> Pressing(Objective& objective, int64_t number) {
+  const Folded& f = objective.f;
+  std::vector<double> places = objective.Prices();
+  std::vector<Leaning> leaning(f.rows);
+  for (int64_t row = 0; row < f.rows; ++row) {
+    double now = 0.0, least = kInf;
+    for (int64_t s = 0; s < f.columns; ++s) {
+      double cost = Dot(f.Work(row, s), places.data(), f.places) + f.own[row * f.columns + s];
+      least = std::min(least, cost);
+      if (s == objective.d.columns[row]) now = cost;
+    }
+    leaning[row] = {least - now, {row, 0}};
+  }
+  number = std::min(number, f.rows);
+  std::nth_element(leaning.begin(), leaning.begin() + number, leaning.end(), [](const Leaning& a, const Leaning& b) {
+    return a.key < b.key || (a.key == b.key && a.move.row < b.move.row);
+  });
+  std::vector<int64_t> rows(number);
+  std::transform(leaning.begin(), leaning.begin() + number, rows.begin(), [](const Leaning& a) { return a.move.row; });
+  return rows;
+}
+
 // Single moves of the adapters that are nearest to a tie.
 void Mend(const Folded& f, Decision& d, const double* total) {
   std::vector<int64_t> rows = Closest(f, d.columns, total, kClose);
@@ -285,6 +308,13 @@ void plora_plan_closest(const Folded* folded, const Decision* decision, const do
                         int64_t* rows) {
   std::vector<int64_t> closest = Closest(*folded, decision->columns, total, number);
   std::copy(closest.begin(), closest.end(), rows);
+}
+
+// The same.
+void plora_plan_pressing(const Folded* folded, Decision* decision, double sharpness, int64_t number, int64_t* rows) {
+  Objective objective(*folded, *decision, sharpness);
+  std::vector<int64_t> pressing = Pressing(objective, number);
+  std::copy(pressing.begin(), pressing.end(), rows);
 }
 
 // `shares` [M, S]; null: those at the prices, soft within `softness` seconds. No decision is worth less than `bound_s`,

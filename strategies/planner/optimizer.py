@@ -20,11 +20,12 @@ import numpy as np
 
 from strategies.planner.decision import Decision, Moves
 from strategies.planner.filling import fillings
-from strategies.planner.folded import Folded, costs_of_loads, num_places
+from strategies.planner.folded import Folded, num_places, sample
 from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, wander
-from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
+from strategies.planner.prices import Node, Nodes, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
-from strategies.planner.rounding import CLOSE, SHARPNESS, closest, rounded
+from strategies.planner.rounding import CLOSE, SHARPNESS, closest, pressing, rounded
+from strategies.planner.settled import Settled, settled
 
 _SAMPLE = 44
 """Adapters that are heavy, and as many that stand for the others, where prices are found from fewer than all."""
@@ -49,9 +50,6 @@ _FAR = 0.01
 
 _REFINED = 16
 """Adapters nearest to a tie that a start from an earlier answer mends."""
-
-_SURE = 0.02
-"""Of the cost of an idle adapter's strategy: another one that is this much dearer is not looked at."""
 
 _DEAR = 1e30
 """Seconds of a column that nobody should have."""
@@ -112,22 +110,14 @@ class _Found(NamedTuple):
     leading: np.ndarray
 
 
-class _Settled(NamedTuple):
-    """Rows that need no decision [M], their columns [M] and the costs of all of their columns [M, S]."""
-
-    rows: np.ndarray
-    columns: np.ndarray
-    costs: np.ndarray
-
-
 class _Outcome(NamedTuple):
-    """A decision, prices that support it, costs at these with bytes, and a bound; what was settled before."""
+    """A decision, prices that support it, costs at these with bytes, and a bound; rows that needed none."""
 
     decision: Decision
     prices: Prices
     total: np.ndarray
     bound_s: float
-    settled: _Settled | None = None
+    known: Settled | None = None
 
 
 def optimize(
@@ -155,7 +145,7 @@ def optimize(
         outcome = _refined(problem, start)
     if outcome is None:
         outcome = _searched(Folded(problem), until)
-    decision, prices, total, bound_s, settled = outcome
+    decision, prices, total, bound_s, known = outcome
     folded = decision.folded
     kv = problem.kv
     columns = folded.all_columns(decision.columns, decision.fraction * kv.device_bytes)
@@ -165,8 +155,8 @@ def optimize(
     places[folded.keep] = prices.places
     costs = problem.move_s + prices.adapter_byte * problem.device_bytes
     costs[folded.live] = total
-    if settled is not None:
-        costs[settled.rows] = settled.costs
+    if known is not None:
+        costs[known.rows] = known.costs
     attention = kv.strategies.index(plan.attention)
     used = np.bincount(plan.strategy[problem.active], minlength=folded.num_columns) > 0
     return plan, Duals(plan.strategy, attention, plan.kv_fraction, used, places, *prices[1:], costs, bound_s)
@@ -195,10 +185,10 @@ def _searched(folded: Folded, until: float) -> _Outcome:
     decisions = _simple(folded)
     simple, leading = min(decisions, key=Decision.value), _leading(folded, decisions)
     scale_s = max(simple.value(), 1e-30)
-    among, sample = nodes(folded), _sample(folded)
-    gap = _GAP if len(sample.rows) == len(folded.rows) else _SAMPLE_GAP
+    among, few = nodes(folded), _sample(folded)
+    gap = _GAP if len(few.rows) == len(folded.rows) else _SAMPLE_GAP
     first = Node(simple.attention, np.ones(folded.num_columns, bool), charged=False)
-    relaxed = relax(folded, first, sample, leading, scale_s=scale_s, gap=_GUIDE_GAP if folded.has_fixed else gap)
+    relaxed = relax(folded, first, few, leading, scale_s=scale_s, gap=_GUIDE_GAP if folded.has_fixed else gap)
     total = _total(folded, relaxed.prices)
     bounds = lower_bounds(folded, relaxed.prices, total, among)
     open_, lost, best = np.ones(len(among), bool), None, None
@@ -208,7 +198,7 @@ def _searched(folded: Folded, until: float) -> _Outcome:
             break
         open_[at] = False
         if turn or folded.has_fixed or not _alike(first, among[at]):
-            relaxed = relax(folded, among[at], sample, leading, scale_s=scale_s, gap=gap)
+            relaxed = relax(folded, among[at], few, leading, scale_s=scale_s, gap=gap)
             total = _total(folded, relaxed.prices)
             bounds = np.maximum(bounds, lower_bounds(folded, relaxed.prices, total, among))
         decision = rounded(folded, among[at], relaxed, total, bound_s=float(bounds[at]))
@@ -242,7 +232,7 @@ def _total(folded: Folded, prices: Prices) -> np.ndarray:
 
 
 def _harder(
-    folded: Folded, best: _Found, decisions: list[Decision], among: list[Node], bounds: np.ndarray, until: float
+    folded: Folded, best: _Found, decisions: list[Decision], among: Nodes, bounds: np.ndarray, until: float
 ) -> _Found:
     """What takes longer: relaxes everyone where the best plan was found or may be, and polishes; raises bounds."""
     likely = among[int(bounds.argmin())]
@@ -296,7 +286,9 @@ def _alike(node: Node, other: Node) -> bool:
 def _polish(decision: Decision, near: _Found, until: float) -> None:
     """Moves and exchanges among many adapters."""
     before = decision.copy()
-    rows = np.union1d(closest(decision, near.total, CLOSE), _pressing(decision))
+    rows = np.union1d(
+        closest(decision, near.total, CLOSE), pressing(decision, sharpness=SHARPNESS[-1], number=_REFINED)
+    )
     for sharpness in (*SHARPNESS, None):
         single_moves(decision, rows, sharpness=sharpness, rounds=4)
         exchanges(decision, rows, sharpness=sharpness, rounds=6)
@@ -316,14 +308,8 @@ def _sample(folded: Folded) -> Part:
     n = len(folded.rows)
     if n <= 2 * _SAMPLE:
         return Part(folded.rows, np.ones(n), folded.base, 0.0)
-    bytes_, seconds = folded.bytes.sum(axis=1), folded.work.sum(axis=(1, 2))
-    size = seconds / max(float(seconds.sum()), 1e-300) + bytes_ / max(float(bytes_.sum()), 1.0)
-    heavy = np.argpartition(-size, _SAMPLE)[:_SAMPLE]
-    light = _others(folded, heavy)
-    light = light[np.lexsort((size[light], folded.home[light]))]
-    picked = light[((np.arange(_SAMPLE) + 0.5) * (len(light) / _SAMPLE)).astype(int)]
-    weight = np.concatenate([np.ones(_SAMPLE), np.full(_SAMPLE, len(light) / _SAMPLE)])
-    return Part(np.concatenate([heavy, picked]), weight, folded.base, 0.0)
+    weight = np.repeat([1.0, (n - _SAMPLE) / _SAMPLE], _SAMPLE)
+    return Part(sample(folded, _SAMPLE), weight, folded.base, 0.0)
 
 
 def _others(folded: Folded, rows: np.ndarray) -> np.ndarray:
@@ -332,18 +318,10 @@ def _others(folded: Folded, rows: np.ndarray) -> np.ndarray:
     return np.flatnonzero(others)
 
 
-def _pressing(decision: Decision) -> np.ndarray:
-    """Adapters whose leaving would relieve the busiest places most."""
-    folded = decision.folded
-    costs = folded.costs(decision.prices(SHARPNESS[-1]))
-    gain = costs[folded.rows, decision.columns] - costs.min(axis=1)
-    return np.argsort(-gain)[:_REFINED]
-
-
 def _refined(problem: PlanProblem, start: Duals) -> _Outcome | None:
     """The earlier plan, after the moves that its prices ask for now; None if it cannot be made to fit."""
-    settled = _settled(problem, start)
-    folded = Folded(problem, settled=(settled.rows, settled.columns))
+    known = settled(problem, start.strategy, start.places, start.joint + start.adapters)
+    folded = Folded(problem, settled=(known.rows, known.columns))
     kv, rows = problem.kv, folded.rows
     prices = Prices(start.places[folded.keep], start.joint, start.adapters, start.softness)
     total = _total(folded, prices)
@@ -364,24 +342,8 @@ def _refined(problem: PlanProblem, start: Duals) -> _Outcome | None:
     single_moves(decision, closest(decision, total, _REFINED), sharpness=None, rounds=1)
     best_fraction(decision)
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]
-    among = [Node(attention, decision.count > 0, whole) for attention, whole in ways]
-    return _Outcome(decision, prices, total, float(lower_bounds(folded, prices, total, among).min()), settled)
-
-
-def _settled(problem: PlanProblem, start: Duals) -> _Settled:
-    """Idle rows that have nothing on the device, which nobody else can use, nor would by far at the start's prices."""
-    rows = problem.loaded[~problem.active[problem.loaded]]
-    costs = costs_of_loads(problem, rows, start.places)
-    costs += problem.serial_s.take(rows, axis=0) @ np.ones(problem.serial_s.shape[-1])
-    costs += problem.move_s.take(rows, axis=0)
-    costs += (start.joint + start.adapters) * problem.device_bytes.take(rows, axis=0)
-    costs[~problem.allowed.take(rows, axis=0)] = np.inf
-    at, here = np.arange(len(rows)), start.strategy.take(rows)
-    others = costs.T.copy()
-    others[here, at] = np.inf
-    sure = others.min(axis=0, initial=np.inf) > (1 + _SURE) * costs[at, here]
-    sure &= problem.device_bytes[rows, here] <= 0
-    return _Settled(rows[sure], here[sure], costs[sure])
+    among = Nodes(Node(attention, decision.count > 0, whole) for attention, whole in ways)
+    return _Outcome(decision, prices, total, float(lower_bounds(folded, prices, total, among).min()), known)
 
 
 def _wanted(decision: Decision, total: np.ndarray) -> Moves:

@@ -56,6 +56,16 @@ class Node(NamedTuple):
     charged: bool = True
 
 
+class Nodes(list[Node]):
+    """Parts of all plans; not changed once they are looked at."""
+
+    @functools.cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Attention [U] int64, columns [U, S] bool and `whole` [U] bool of each."""
+        attention = np.array([node.attention for node in self], np.int64)
+        return attention, np.array([node.columns for node in self], bool), np.array([node.whole for node in self], bool)
+
+
 class Part(NamedTuple):
     """Adapters that the relaxation decides on; the others are in `loads` and `used_bytes`.
 
@@ -86,18 +96,18 @@ class Shares(NamedTuple):
     fraction: float
 
 
-def nodes(folded: Folded) -> list[Node]:
+def nodes(folded: Folded) -> Nodes:
     """All ways to serve KV with all sets of columns; one set where nothing is charged for using a column."""
     kv = folded.problem.kv
     sets = _sets(folded.num_columns) if folded.has_fixed else np.ones((1, folded.num_columns), bool)
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]
     least = least_sums(np.where(folded.allowed, folded.bytes, np.inf), folded.active, sets).tolist()
-    return [
+    return Nodes(
         Node(attention, columns, whole)
         for attention, whole in ways
         for columns, bytes_ in zip(sets, least, strict=True)
         if _fits(folded, bytes_, whole)
-    ]
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -123,7 +133,8 @@ def fractions(folded: Folded, node: Node) -> np.ndarray:
     return np.array([kv.min_fraction, min(max(kv.current_fraction, kv.min_fraction), most), most])
 
 
-def lower_bounds(folded: Folded, prices: Prices, total: np.ndarray, among: list[Node]) -> np.ndarray:
+@either(planner_calls.lower_bounds)
+def lower_bounds(folded: Folded, prices: Prices, total: np.ndarray, among: Nodes) -> np.ndarray:
     """What no plan of each node can undercut.
 
     Args:

@@ -138,3 +138,12 @@ def closest(decision: Decision, total: np.ndarray, number: int) -> np.ndarray:
     away[folded.rows, decision.columns] = np.inf
     closeness = away.min(axis=1) / np.maximum(np.abs(now), 1e-30)
     return np.argsort(closeness, kind="stable")[:number]
+
+
+@either(planner_calls.pressing)
+def pressing(decision: Decision, *, sharpness: float, number: int) -> np.ndarray:
+    """A number of adapters, or all, whose leaving would relieve the busiest places most; in any order."""
+    folded = decision.folded
+    costs = folded.costs(decision.prices(sharpness))
+    gain = costs[folded.rows, decision.columns] - costs.min(axis=1)
+    return np.argsort(-gain, kind="stable")[:number]

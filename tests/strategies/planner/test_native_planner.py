@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from strategies.native import planner_calls, unavailable
-from strategies.planner import filling, folded, implementation, improve, prices, rounding
+from strategies.planner import filling, folded, implementation, improve, prices, rounding, settled
+from strategies.planner import problem as problems
 from strategies.planner.decision import Decision, Moves
 from strategies.planner.folded import Folded
 from strategies.planner.optimizer import optimize
@@ -295,12 +296,49 @@ def test_fillings_equal_numpy(seed, both):
     assert free == pytest.approx(same, rel=1e-12, abs=1e-3)
 
 
-def test_closest_rows_equal_numpy(both):
+def test_closest_and_pressing_rows_equal_numpy(both):
     for seed in SEEDS:
         of = start(seed)
         total = at_random_prices(of)[1]
         native, reference = both(lambda of=of, total=total: rounding.closest(of, total, 12))
         assert sorted(native) == sorted(reference)
+        native, reference = both(lambda of=of: rounding.pressing(of, sharpness=300.0, number=9))
+        assert len(set(native) & set(reference)) >= len(reference) - 1, "but for ties"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sample_equals_numpy(seed, both):
+    of = Folded(random_instance(seed, n=150), fold_idle=False)
+    native, reference = both(lambda: folded.sample(of, 20))
+    assert len(np.unique(native)) == 40
+    assert sorted(native[:20]) == sorted(reference[:20])
+    assert (native[20:] == reference[20:]).mean() >= 0.9, "but for ties"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lower_bounds_equal_numpy(seed, both):
+    of = start(seed)
+    drawn, total = at_random_prices(of)
+    at = drawn.prices._replace(adapters=drawn.prices.joint)
+    among = prices.nodes(of.folded)
+    native, reference = both(lambda: prices.lower_bounds(of.folded, at, total, among))
+    assert native.shape == (len(among),)
+    np.testing.assert_allclose(native, reference, rtol=1e-9, atol=1e-9 * of.value())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_rows_of_a_problem_take_equals_numpy(seed, both):
+    problem, rng = random_instance(seed, n=60), np.random.default_rng(seed)
+    rows = rng.permutation(60)[: int(rng.integers(0, 60))]
+    columns = problem.allowed[rows].argmax(axis=1)
+    by_home = rng.random((problem.num_pool_devices + 1, int(np.prod(problem.load_s.shape[2:]))))
+
+    def run():
+        known = settled.settled_rows(problem, rows, problem.allowed.argmax(axis=1), by_home, byte=1e-12, sure=1.02)
+        return *problems.chosen(problem, rows, columns), folded.own(problem, rows, 1e-6, 1e-15), *known
+
+    for native, reference in zip(*both(run), strict=True):
+        np.testing.assert_allclose(native, reference, rtol=1e-12, atol=1e-300)
 
 
 def test_optimize_finds_plans_as_good_as_in_numpy(both):
