@@ -56,11 +56,12 @@ void Work(const Loads& loads, int64_t places, const double* shares, double* work
       }
     }
   }
-  std::fill_n(work, loads.rows * loads.columns * places, 0.0);
   for (int64_t option = 0; option < loads.rows * loads.columns; ++option, work += places) {
     const double* load = loads.Of(option / loads.columns, option % loads.columns);
     const double* factor = factors.data() + loads.home[option / loads.columns] * depth * places;
-    for (int64_t d = 0; d < depth; ++d) {
+    if (depth == 0) std::fill_n(work, places, 0.0);
+    for (int64_t k = 0; depth > 0 && k < places; ++k) work[k] = load[from[k]] * factor[k];
+    for (int64_t d = 1; d < depth; ++d) {
       for (int64_t k = 0; k < places; ++k) work[k] += load[from[d * places + k]] * factor[d * places + k];
     }
   }

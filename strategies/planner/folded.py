@@ -250,7 +250,7 @@ class Folded:
     @functools.cached_property
     def most_bytes(self) -> float:
         """Of all rows in their largest columns."""
-        return float(self.bytes.max(axis=1, initial=0.0).sum())
+        return float(np.ascontiguousarray(self.bytes.T).max(axis=0, initial=0.0).sum())
 
     @functools.cached_property
     def view(self) -> FoldedView:
@@ -290,7 +290,7 @@ class Folded:
         out[self.live] = columns
         rest, problem = self._dormant, self.problem
         current = problem.current[rest]
-        stays = (current >= 0) & problem.allowed[rest, current]
+        stays = (current >= 0) & (current != self._rest[rest]) & problem.allowed[rest, current]
         rest, current = rest[stays], current[stays]
         if len(rest):
             used = float(self.bytes[self.rows, columns].sum())

@@ -352,5 +352,6 @@ def _wanted(decision: Decision, total: np.ndarray) -> Moves:
     now, to = total[rows, decision.columns], total.argmin(axis=1)
     now = np.where(np.isfinite(now), now, _DEAR)
     gain = (now - total[rows, to]) / np.maximum(np.abs(now), 1e-30)
-    order = np.argsort(-gain)[: int((gain > 1e-6).sum())]
+    rising = np.flatnonzero(gain > 1e-6)
+    order = rising[np.argsort(-gain[rising])]
     return Moves(order, to[order])

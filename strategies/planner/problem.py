@@ -286,6 +286,7 @@ def evaluate(problem: PlanProblem, strategy: np.ndarray, attention: str, kv_frac
     flat = by_group.reshape(num_phases, num_pool * num_groups)
     worst = flat.argmax(axis=1)
     phase_s = flat.max(axis=1) + serial
+    names = _names(problem.groups, num_pool, apart=not problem.pool_shared)
     at = np.arange(problem.num_adapters) * len(problem.strategies) + strategy
     kv = problem.kv
     step_s = float(phase_s.sum())
@@ -298,7 +299,7 @@ def evaluate(problem: PlanProblem, strategy: np.ndarray, attention: str, kv_frac
         objective_s=step_s + moved,
         device_bytes=float(problem.device_bytes.take(at).sum()) + kv_fraction * kv.device_bytes,
         phase_s=phase_s,
-        bottleneck=tuple(_names(problem.groups, num_pool, apart=not problem.pool_shared)[at] for at in worst),
+        bottleneck=tuple(names[place] for place in worst.tolist()),
     )
 
 

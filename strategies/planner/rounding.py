@@ -39,7 +39,7 @@ def rounded(folded: Folded, node: Node, relaxed: Shares, total: np.ndarray, *, b
     """
     prices = relaxed.prices
     wanted = folded.most_kv if prices.joint > 0 else relaxed.fraction
-    decision = Decision(folded, total.argmin(axis=1), attention=node.attention, fraction=wanted)
+    decision = Decision(folded, np.zeros(len(folded.rows), int), attention=node.attention, fraction=wanted)
     byte_s = 3 * prices.adapter_byte + bound_s / max(1.0, folded.most_bytes)
     near(decision, node, relaxed, total, byte_s=byte_s, enough_s=bound_s * (1 + ENOUGH))
     return decision
@@ -50,7 +50,8 @@ def near(decision: Decision, node: Node, relaxed: Shares, total: np.ndarray, *, 
     """Makes a decision one near the relaxed one.
 
     Args:
-        decision: to change; keeps its attention strategy and what it wants of P but where another is better at last.
+        decision: to change, whatever its columns are; keeps its attention strategy and what it wants of P but where
+            others are better at last.
         node, relaxed, total: as of `rounded`.
         byte_s: what a byte counts that does not fit.
         enough_s: a decision that is worth no more is not mended.
