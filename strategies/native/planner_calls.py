@@ -15,7 +15,7 @@ import numpy as np
 from strategies.native import build
 
 if TYPE_CHECKING:
-    from strategies.planner.decision import Decision, Moves
+    from strategies.planner.decision import Decision
     from strategies.planner.folded import Folded
     from strategies.planner.prices import Node, Nodes, Part, Prices, Shares
     from strategies.planner.problem import PlanProblem
@@ -82,14 +82,15 @@ _ARGUMENTS = {
     ),
     "best_fraction": _VIEWS,
     "make_fit": (*_VIEWS, _ARRAY, _DOUBLE),
+    "take_cheapest": (*_VIEWS, _ARRAY),
+    "that_matter": (_INT, _INT, _INT, _ARRAY, _ARRAY, _INT, _ARRAY, _ARRAY),
     "closest": (*_VIEWS, _ARRAY, _INT, _ARRAY),
-    "take_best": (*_VIEWS, _ARRAY, _ARRAY, _INT, _DOUBLE, _DOUBLE),
     "single_moves": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _INT),
     "exchanges": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _INT),
     "walk": (*_VIEWS, _ARRAY, _INT, _DOUBLE, _ARRAY, _INT, _DOUBLE),
     "round": (*_VIEWS, _ARRAY, _ARRAY, _DOUBLE, _DOUBLE, _ARRAY, _ARRAY, _DOUBLE, _ARRAY, _DOUBLE, _DOUBLE),
 }
-_RESULTS = {"relaxation": _INT, "value": _DOUBLE, "fillings": _DOUBLE, "settled": _INT}
+_RESULTS = {"relaxation": _INT, "value": _DOUBLE, "fillings": _DOUBLE, "settled": _INT, "that_matter": _INT}
 
 
 @functools.cache
@@ -232,6 +233,14 @@ def extremes(
     return sums[0], sums[1]
 
 
+def that_matter(loads: np.ndarray, exists: np.ndarray, starts: np.ndarray, columns: int) -> np.ndarray:
+    """As strategies.planner.folded.that_matter."""
+    loads, exists, starts = _doubles(loads), _flags(exists), _integers(starts)
+    keep = np.empty(len(exists), np.int64)
+    given = *loads.shape, loads.ctypes.data, exists.ctypes.data, len(starts), starts.ctypes.data, keep.ctypes.data
+    return keep[: _function("that_matter")(columns, *given)]
+
+
 def work_at_places(
     load: np.ndarray, rows: np.ndarray, home: np.ndarray, device: np.ndarray, pool: np.ndarray, here: np.ndarray
 ) -> np.ndarray:
@@ -324,17 +333,17 @@ def make_fit(decision: Decision, total: np.ndarray, adapter_byte: float) -> None
     _change("make_fit", decision, total.ctypes.data, adapter_byte)
 
 
+def take_cheapest(decision: Decision, total: np.ndarray) -> None:
+    """As strategies.planner.improve.take_cheapest."""
+    total = _doubles(total)
+    _change("take_cheapest", decision, total.ctypes.data)
+
+
 def closest(decision: Decision, total: np.ndarray, number: int) -> np.ndarray:
     """As strategies.planner.rounding.closest."""
     total, rows = _doubles(total), np.empty(min(number, len(decision.columns)), np.int64)
     _function("closest")(decision.folded.view, decision.view, total.ctypes.data, number, rows.ctypes.data)
     return rows
-
-
-def take_best(decision: Decision, /, moves: Moves, *, sharpness: float | None, byte_price: float) -> None:
-    """As Decision.take_best."""
-    rows, columns = _integers(moves.rows), _integers(moves.columns)
-    _change("take_best", decision, rows.ctypes.data, columns.ctypes.data, len(rows), sharpness or 0.0, byte_price)
 
 
 def single_moves(decision: Decision, rows: np.ndarray, *, sharpness: float | None, rounds: int) -> None:

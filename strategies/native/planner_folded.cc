@@ -67,6 +67,32 @@ void Work(const Loads& loads, int64_t places, const double* shares, double* work
   }
 }
 
+// Loads [S + ways + 3, P] of places, row by row: charges of columns, the base, ways to serve KV, the most and the least of
+// all adapters. Gives the places that can be longer than every other of their phase, and of each the longest at least.
+int64_t ThatMatter(int64_t columns, int64_t kinds, int64_t places, const double* loads, const uint8_t* exists,
+                   int64_t phases, const int64_t* starts, int64_t* keep) {
+  const double *base = loads + columns * places, *most = loads + (kinds - 2) * places, *least = most + places;
+  std::vector<double> low(places), high(places);
+  for (int64_t p = 0; p < places; ++p) {
+    double fewest = kInf, longest = -kInf, charges = 0.0;
+    for (const double* way = base + places; way < most; way += places) {
+      fewest = std::min(fewest, way[p]), longest = std::max(longest, way[p]);
+    }
+    for (int64_t s = 0; s < columns; ++s) charges += loads[s * places + p];
+    low[p] = exists[p] ? base[p] + least[p] + fewest : -kInf;
+    high[p] = base[p] + most[p] + longest + charges;
+  }
+  int64_t number = 0;
+  for (int64_t phase = 0; phase < phases; ++phase) {
+    int64_t first = starts[phase], end = phase + 1 < phases ? starts[phase + 1] : places;
+    int64_t longest = std::max_element(low.begin() + first, low.begin() + end) - low.begin();
+    for (int64_t p = first; p < end; ++p) {
+      if (exists[p] && (high[p] > low[longest] || p == longest)) keep[number++] = p;
+    }
+  }
+  return number;
+}
+
 // The adapters that prices are found from, 2 * `number` of more: the largest ones, and as many that stand for the others.
 void Sample(const Folded& f, int64_t number, int64_t* rows) {
   std::vector<double> seconds(f.rows), bytes(f.rows), size(f.rows);
@@ -106,6 +132,11 @@ void plora_plan_extremes(int64_t rows, int64_t columns, int64_t resources, int64
 void plora_plan_work(int64_t rows, int64_t columns, int64_t resources, int64_t homes, const double* load,
                      const int64_t* row_of, const int64_t* home, int64_t places, const double* shares, double* work) {
   Work({rows, columns, resources, homes, load, row_of, home}, places, shares, work);
+}
+
+int64_t plora_plan_that_matter(int64_t columns, int64_t kinds, int64_t places, const double* loads,
+                               const uint8_t* exists, int64_t phases, const int64_t* starts, int64_t* keep) {
+  return ThatMatter(columns, kinds, places, loads, exists, phases, starts, keep);
 }
 
 void plora_plan_sample(const Folded* folded, int64_t number, int64_t* rows) { Sample(*folded, number, rows); }

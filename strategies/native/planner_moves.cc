@@ -185,15 +185,6 @@ using namespace plora::planner;
 
 extern "C" {
 
-// Takes the best prefix of moves that are given.
-void plora_plan_take_best(const Folded* folded, Decision* decision, const int64_t* rows, const int64_t* columns,
-                          int64_t number, double sharpness, double byte_price) {
-  Objective objective(*folded, *decision, sharpness);
-  std::vector<Move> moves(number);
-  for (int64_t i = 0; i < number; ++i) moves[i] = {rows[i], columns[i]};
-  objective.Apply(moves, objective.Ladder(moves, byte_price));
-}
-
 void plora_plan_single_moves(const Folded* folded, Decision* decision, const int64_t* rows, int64_t number,
                              double sharpness, int64_t rounds) {
   Objective objective(*folded, *decision, sharpness);

@@ -13,6 +13,7 @@ namespace {
 constexpr double kLevels[] = {200.0, 500.0, 1000.0, 3000.0};  // sharpness of levelling, round by round
 constexpr double kSharpness[] = {200.0, 1000.0, 0.0};         // the same of mending
 constexpr int64_t kClose = 40, kMendRounds = 4;               // adapters nearest to a tie, which are mended
+constexpr double kDear = 1e30, kWorth = 1e-6;                 // seconds of a column nobody should have; least gain
 constexpr int kDraws = 2;
 constexpr double kGolden = 0.6180339887498949;
 
@@ -146,6 +147,22 @@ void MakeFit(Objective& objective, const double* total, double adapter_byte) {
     }
     objective.Apply(moves, number);
   }
+}
+
+// Takes everyone to its cheapest column at costs [M, S], the largest relative gains first, as far as that is best.
+void TakeCheapest(Objective& objective, const double* total) {
+  const Folded& f = objective.f;
+  std::vector<Leaning> leaning;
+  for (int64_t row = 0; row < f.rows; ++row) {
+    const double* of_row = total + row * f.columns;
+    int64_t to = std::min_element(of_row, of_row + f.columns) - of_row;
+    double now = of_row[objective.d.columns[row]];
+    if (!std::isfinite(now)) now = kDear;
+    double gain = (now - of_row[to]) / std::max(std::abs(now), 1e-30);
+    if (gain > kWorth) leaning.push_back({-gain, {row, to}});
+  }
+  std::vector<Move> moves = InOrder(&leaning);
+  if (!moves.empty()) objective.Apply(moves, objective.Ladder(moves, kInf));
 }
 
 // The rows nearest to a tie between strategies at costs [M, S]: `number` of them, or all.
@@ -301,6 +318,11 @@ void plora_plan_best_fraction(const Folded* folded, Decision* decision) {
 void plora_plan_make_fit(const Folded* folded, Decision* decision, const double* total, double adapter_byte) {
   Objective objective(*folded, *decision, 0.0);
   MakeFit(objective, total, adapter_byte);
+}
+
+void plora_plan_take_cheapest(const Folded* folded, Decision* decision, const double* total) {
+  Objective objective(*folded, *decision, 0.0);
+  TakeCheapest(objective, total);
 }
 
 // [number] rows, when there are more.

@@ -231,7 +231,7 @@ class Folded:
         highest, lowest = extremes(load, self.live, self.home, d + 1, self.allowed)
         sums[-2], sums[-1] = highest.reshape(d + 1, f, r), lowest.reshape(d + 1, f, r)
         loads = layout.places(sums.reshape(len(sums), d + 1, f * r))
-        self.keep = _that_matter(loads, layout, s)
+        self.keep = that_matter(loads, layout.exists, layout.starts, s)
         loads = np.ascontiguousarray(loads[:, self.keep])
         self.fixed, self.base, self.kv_device, self.kv_pool = loads[:s], loads[s], loads[s + 1], loads[s + 2 : -2]
         self.phase_of = layout.phase[self.keep]
@@ -334,14 +334,22 @@ def _dormant(problem: PlanProblem) -> tuple[np.ndarray, int]:
     return dormant, column
 
 
-def _that_matter(loads: np.ndarray, layout: Layout, num_columns: int) -> np.ndarray:
-    """Places that can be longer than every other of their phase, and the one that is longest at least."""
-    s = num_columns
-    ways = loads[s + 1 : -2]  # all KV on the device, all in the pool by each attention strategy
-    low = np.where(layout.exists, loads[s] + loads[-1] + ways.min(axis=0), -np.inf)
+@either(planner_calls.that_matter)
+def that_matter(loads: np.ndarray, exists: np.ndarray, starts: np.ndarray, columns: int) -> np.ndarray:
+    """Places that can be longer than every other of their phase, and the one that is longest at least.
+
+    Args:
+        loads: [S + ways + 3, P] of fixed charges, the base, ways to serve KV, the most and the least of all adapters.
+        exists: [P] bool.
+        starts: [F], where phases begin among the P.
+        columns: S.
+    """
+    s, of_place = columns, np.repeat(np.arange(len(starts)), np.diff(starts, append=len(exists)))
+    ways = loads[s + 1 : -2]
+    low = np.where(exists, loads[s] + loads[-1] + ways.min(axis=0), -np.inf)
     high = loads[s] + loads[-2] + ways.max(axis=0) + loads[:s].sum(axis=0)
-    highest = np.maximum.reduceat(low, layout.starts)[layout.phase]
+    highest = np.maximum.reduceat(low, starts)[of_place]
     matter = high > highest
     leading = np.flatnonzero(low == highest)
-    matter[leading[np.searchsorted(layout.phase[leading], np.arange(len(layout.starts)))]] = True
-    return np.flatnonzero(layout.exists & matter)
+    matter[leading[np.searchsorted(of_place[leading], np.arange(len(starts)))]] = True
+    return np.flatnonzero(exists & matter)

@@ -27,8 +27,32 @@ _BARRED = 4
 _DEAR_BYTES = 3.0
 """Price of bytes that do not fit, from which the step would cost as much more if everything were on the device."""
 
+_DEAR = 1e30
+"""Seconds of a column that nobody should have."""
+
+_WORTH = 1e-6
+"""Of a row's cost: it is not taken to its cheapest column for less."""
+
 _GAIN = 1e-9
 """Of the step: smaller gains are rounding."""
+
+
+@either(planner_calls.take_cheapest)
+def take_cheapest(decision: Decision, total: np.ndarray) -> None:
+    """Takes everyone to its cheapest column, the largest relative gains first, as far as that is best.
+
+    Args:
+        decision: to change.
+        total: [M, S] seconds, costs at some prices; inf: not to be used.
+    """
+    rows, to = decision.folded.rows, total.argmin(axis=1)
+    now = total[rows, decision.columns]
+    now = np.where(np.isfinite(now), now, _DEAR)
+    gain = (now - total[rows, to]) / np.maximum(np.abs(now), 1e-30)
+    rising = np.flatnonzero(gain > _WORTH)
+    order = rising[np.argsort(-gain[rising], kind="stable")]
+    if len(order):
+        decision.take_best(Moves(order, to[order]), sharpness=None, byte_price=np.inf)
 
 
 @either(planner_calls.make_fit)

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from strategies.planner.decision import Decision, Moves
+from strategies.planner.decision import Decision
 from strategies.planner.filling import fillings
 from strategies.planner.folded import Folded, num_places, sample
-from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, wander
+from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, take_cheapest, wander
 from strategies.planner.prices import Node, Nodes, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
 from strategies.planner.rounding import CLOSE, SHARPNESS, closest, pressing, rounded
@@ -50,9 +50,6 @@ _FAR = 0.01
 
 _REFINED = 16
 """Adapters nearest to a tie that a start from an earlier answer mends."""
-
-_DEAR = 1e30
-"""Seconds of a column that nobody should have."""
 
 _TIE_BREAK = 3e-3
 """Of the objective: noise on costs, so that most of equal adapters are decided by the relaxation."""
@@ -336,22 +333,9 @@ def _refined(problem: PlanProblem, start: Duals) -> _Outcome | None:
     make_fit(decision, total, prices.adapter_byte)
     if not decision.fits:
         return None
-    moves = _wanted(decision, usual)
-    if len(moves.rows):
-        decision.take_best(moves, sharpness=None, byte_price=np.inf)
+    take_cheapest(decision, usual)
     single_moves(decision, closest(decision, total, _REFINED), sharpness=None, rounds=1)
     best_fraction(decision)
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]
     among = Nodes(Node(attention, decision.count > 0, whole) for attention, whole in ways)
     return _Outcome(decision, prices, total, float(lower_bounds(folded, prices, total, among).min()), known)
-
-
-def _wanted(decision: Decision, total: np.ndarray) -> Moves:
-    """Everyone to its cheapest strategy, the largest relative gains first."""
-    rows = decision.folded.rows
-    now, to = total[rows, decision.columns], total.argmin(axis=1)
-    now = np.where(np.isfinite(now), now, _DEAR)
-    gain = (now - total[rows, to]) / np.maximum(np.abs(now), 1e-30)
-    rising = np.flatnonzero(gain > 1e-6)
-    order = rising[np.argsort(-gain[rising])]
-    return Moves(order, to[order])

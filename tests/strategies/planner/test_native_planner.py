@@ -11,7 +11,7 @@ import pytest
 from strategies.native import planner_calls, unavailable
 from strategies.planner import filling, folded, implementation, improve, prices, rounding, settled
 from strategies.planner import problem as problems
-from strategies.planner.decision import Decision, Moves
+from strategies.planner.decision import Decision
 from strategies.planner.folded import Folded
 from strategies.planner.optimizer import optimize
 from strategies.planner.problem import violations
@@ -156,12 +156,10 @@ CHANGES = {
     "soft_exchanges": lambda of, rows: improve.exchanges(of, rows, sharpness=1000.0, rounds=3),
     "wander": lambda of, rows: improve.wander(of, rows, sharpness=300.0, steps=30),
     "best_fraction": lambda of, rows: improve.best_fraction(of),
-    "take_best": lambda of, rows: of.take_best(
-        Moves(rows, of.folded.allowed[rows].argmax(axis=1)), sharpness=200.0, byte_price=1e-12
-    ),
     "near": lambda of, rows: near(of, decided=True),
     "near_from_prices": lambda of, rows: near(of, decided=False),
     "near_mended": lambda of, rows: near(of, decided=True, enough=0.0),
+    "take_cheapest": lambda of, rows: improve.take_cheapest(of, random_costs(of)),
     "make_fit": lambda of, rows: improve.make_fit(overfull(of), at_random_prices(of)[1], 0.0),
 }
 
@@ -174,6 +172,14 @@ def near(of, *, decided, enough=0.9):
         relaxed = relaxed._replace(shares=shares / shares.sum(axis=1, keepdims=True))
     node = prices.Node(of.attention, np.arange(total.shape[1]) != 1)
     rounding.near(of, node, relaxed, total, byte_s=1e-12, enough_s=enough * of.value())
+
+
+def random_costs(of):
+    """[M, S], inf where not allowed, and for some rows where they are."""
+    costs = np.where(of.folded.allowed, np.random.default_rng(2).random(of.folded.allowed.shape), np.inf)
+    rows = np.flatnonzero(of.folded.allowed.sum(axis=1) > 1)[::5]
+    costs[rows, of.columns[rows]] = np.inf
+    return costs
 
 
 def overfull(of):
@@ -227,7 +233,7 @@ def test_change_equals_numpy(name, both):
 def test_change_without_rows_changes_nothing_that_rows_do(name):
     of = start(5)
     columns, no_rows = of.columns.copy(), np.zeros(0, int)
-    if not name.startswith(("near", "make_fit")):
+    if not name.startswith(("near", "make_fit", "take_cheapest")):
         CHANGES[name](of, no_rows)
         assert (of.columns == columns).all()
 
@@ -256,6 +262,16 @@ def test_sums_of_a_problem_equal_numpy(seed, both):
 
     for native, reference in zip(*both(run), strict=True):
         np.testing.assert_allclose(native, reference, rtol=1e-12, atol=1e-300)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_that_matter_equal_numpy(seed, both):
+    rng = np.random.default_rng(seed)
+    starts, exists = np.array([0, 3, 4, 9]), rng.random(12) < 0.8
+    exists[starts] = True
+    loads = rng.integers(0, 5, (9, 12)).astype(float)  # some are as long as others
+    native, reference = both(lambda: folded.that_matter(loads, exists, starts, 3))
+    assert (native == reference).all()
 
 
 def test_extremes_of_columns_that_are_allowed_equal_numpy(both):
