@@ -15,12 +15,15 @@ namespace plora::planner {
 struct Folded {
   int64_t rows, columns, places, phases, kv_first, kv_end;  // places of attention's phase
   const double *work, *own, *bytes;                         // [M, S, K], [M, S], [M, S]
-  const uint8_t* active;                                    // [M]
+  const uint8_t *allowed, *active;                          // [M, S], [M]
+  const int64_t* home;                                      // [M]
+  const double* base;                                       // [K]
   const double *fixed, *fixed_serial;                       // [S, K], [S]; null where nothing is charged
   const int64_t* starts;                                    // [F]
   const double *kv_device, *kv_pool, *kv_serial;            // [K], [A, K], [A]
   int64_t attentions;                                       // A
-  double budget, adapter_budget, slack;                     // bytes; the slack is what running sums may be off by
+  double budget, adapter_budget, adapter_limit, kv_budget;  // bytes; infinite where there is no limit
+  double slack, kv_slack;                                   // bytes that sums for adapters, for KV may be off by
   double kv_bytes, kv_move_s, current_fraction, min_fraction, most_fraction;
 
   const double* Work(int64_t row, int64_t column) const { return work + (row * columns + column) * places; }
@@ -35,6 +38,40 @@ struct Decision {
   int64_t attention;
   double wanted, own, bytes;
 };
+
+// A decision with arrays of its own.
+struct Kept {
+  Kept(const Folded& f, const Decision& d)
+      : columns(d.columns, d.columns + f.rows), loads(d.loads, d.loads + f.places), count(d.count, d.count + f.columns),
+        attention(d.attention), wanted(d.wanted), own(d.own), bytes(d.bytes) {}
+
+  void GiveTo(Decision* d) const {
+    std::copy(columns.begin(), columns.end(), d->columns);
+    std::copy(loads.begin(), loads.end(), d->loads);
+    std::copy(count.begin(), count.end(), d->count);
+    d->attention = attention, d->wanted = wanted, d->own = own, d->bytes = bytes;
+  }
+
+  std::vector<int64_t> columns;
+  std::vector<double> loads;
+  std::vector<int64_t> count;
+  int64_t attention;
+  double wanted, own, bytes;
+};
+
+// Sums of a decision by its columns.
+inline void AddUp(const Folded& f, Decision* d) {
+  std::copy_n(f.base, f.places, d->loads);
+  std::fill_n(d->count, f.columns, 0);
+  d->own = d->bytes = 0.0;
+  for (int64_t row = 0; row < f.rows; ++row) {
+    int64_t column = d->columns[row], at = row * f.columns + column;
+    const double* work = f.Work(row, column);
+    for (int64_t k = 0; k < f.places; ++k) d->loads[k] += work[k];
+    d->own += f.own[at], d->bytes += f.bytes[at];
+    d->count[column] += f.active[row];
+  }
+}
 
 struct Move {
   int64_t row, column;
@@ -51,6 +88,14 @@ class Objective {
   double Fraction(double bytes) const {
     if (f.kv_bytes <= 0) return d.wanted;
     return std::min(std::max((f.budget - bytes) / f.kv_bytes, f.min_fraction), std::max(d.wanted, f.min_fraction));
+  }
+
+  // The most P that fits beside the decision's adapters; below the least where they do not fit.
+  double MostKv() const {
+    if (f.kv_bytes <= 0) return f.most_fraction;
+    double room = std::min(f.budget - d.bytes, f.kv_budget), fraction = room / f.kv_bytes;
+    bool off = fraction < f.min_fraction && room >= f.min_fraction * f.kv_bytes - f.kv_slack;
+    return std::min(f.most_fraction, off ? f.min_fraction : fraction);
   }
 
   // Seconds of KV that are no load.
@@ -84,11 +129,11 @@ class Objective {
     double sum = 0.0, near = 1.0;
     for (int64_t phase = 0; phase < f.phases; ++phase) {
       const double *begin = loads + f.starts[phase], *end = loads + f.PhaseEnd(phase);
-      double longest = *std::max_element(begin, end), of_phase = 0.0;
+      double longest = Largest(begin, end - begin), of_phase = 0.0;
       sum += longest;
+      double faint = rate > 0 ? longest + kFaint / rate : kInf;
       for (const double* load = begin; rate > 0 && load < end; ++load) {
-        double away = rate * (*load - longest);
-        if (away > kFaint) of_phase += away < 0 ? std::exp(away) : 1.0;
+        if (*load > faint) of_phase += *load < longest ? std::exp(rate * (*load - longest)) : 1.0;
       }
       near *= rate > 0 ? of_phase : 1.0;
     }
@@ -122,7 +167,7 @@ class Objective {
     std::vector<double> prices(f.places);
     for (int64_t phase = 0; phase < f.phases; ++phase) {
       int64_t begin = f.starts[phase], end = f.PhaseEnd(phase);
-      double longest = *std::max_element(scratch_.begin() + begin, scratch_.begin() + end), sum = 0.0;
+      double longest = Largest(scratch_.data() + begin, end - begin), sum = 0.0;
       for (int64_t k = begin; k < end; ++k) sum += prices[k] = std::exp(rate * (scratch_[k] - longest));
       for (int64_t k = begin; k < end; ++k) prices[k] /= sum;
     }

@@ -56,14 +56,64 @@ void Work(const Loads& loads, int64_t places, const double* shares, double* work
       }
     }
   }
-  std::fill_n(work, loads.rows * loads.columns * places, 0.0);
   for (int64_t option = 0; option < loads.rows * loads.columns; ++option, work += places) {
     const double* load = loads.Of(option / loads.columns, option % loads.columns);
     const double* factor = factors.data() + loads.home[option / loads.columns] * depth * places;
-    for (int64_t d = 0; d < depth; ++d) {
+    if (depth == 0) std::fill_n(work, places, 0.0);
+    for (int64_t k = 0; depth > 0 && k < places; ++k) work[k] = load[from[k]] * factor[k];
+    for (int64_t d = 1; d < depth; ++d) {
       for (int64_t k = 0; k < places; ++k) work[k] += load[from[d * places + k]] * factor[d * places + k];
     }
   }
+}
+
+// Loads [S + ways + 3, P] of places, row by row: charges of columns, the base, ways to serve KV, the most and the least of
+// all adapters. Gives the places that can be longer than every other of their phase, and of each the longest at least.
+int64_t ThatMatter(int64_t columns, int64_t kinds, int64_t places, const double* loads, const uint8_t* exists,
+                   int64_t phases, const int64_t* starts, int64_t* keep) {
+  const double *base = loads + columns * places, *most = loads + (kinds - 2) * places, *least = most + places;
+  std::vector<double> low(places), high(places);
+  for (int64_t p = 0; p < places; ++p) {
+    double fewest = kInf, longest = -kInf, charges = 0.0;
+    for (const double* way = base + places; way < most; way += places) {
+      fewest = std::min(fewest, way[p]), longest = std::max(longest, way[p]);
+    }
+    for (int64_t s = 0; s < columns; ++s) charges += loads[s * places + p];
+    low[p] = exists[p] ? base[p] + least[p] + fewest : -kInf;
+    high[p] = base[p] + most[p] + longest + charges;
+  }
+  int64_t number = 0;
+  for (int64_t phase = 0; phase < phases; ++phase) {
+    int64_t first = starts[phase], end = phase + 1 < phases ? starts[phase + 1] : places;
+    int64_t longest = std::max_element(low.begin() + first, low.begin() + end) - low.begin();
+    for (int64_t p = first; p < end; ++p) {
+      if (exists[p] && (high[p] > low[longest] || p == longest)) keep[number++] = p;
+    }
+  }
+  return number;
+}
+
+// The adapters that prices are found from, 2 * `number` of more: the largest ones, and as many that stand for the others.
+void Sample(const Folded& f, int64_t number, int64_t* rows) {
+  std::vector<double> seconds(f.rows), bytes(f.rows), size(f.rows);
+  for (int64_t row = 0; row < f.rows; ++row) {
+    seconds[row] = Total(f.Work(row, 0), f.columns * f.places);
+    bytes[row] = Total(f.bytes + row * f.columns, f.columns);
+  }
+  double all_s = std::max(Total(seconds.data(), f.rows), 1e-300), all_bytes = std::max(Total(bytes.data(), f.rows), 1.0);
+  for (int64_t row = 0; row < f.rows; ++row) size[row] = seconds[row] / all_s + bytes[row] / all_bytes;
+  std::vector<int64_t> order(f.rows);
+  for (int64_t row = 0; row < f.rows; ++row) order[row] = row;
+  std::nth_element(order.begin(), order.begin() + number, order.end(), [&](int64_t a, int64_t b) {
+    return size[a] > size[b] || (size[a] == size[b] && a < b);
+  });
+  std::copy_n(order.begin(), number, rows);
+  std::sort(order.begin() + number, order.end(), [&](int64_t a, int64_t b) {
+    if (f.home[a] != f.home[b]) return f.home[a] < f.home[b];
+    return size[a] < size[b] || (size[a] == size[b] && a < b);
+  });
+  double each = static_cast<double>(f.rows - number) / number;
+  for (int64_t i = 0; i < number; ++i) rows[number + i] = order[number + static_cast<int64_t>((i + 0.5) * each)];
 }
 
 }  // namespace
@@ -84,35 +134,13 @@ void plora_plan_work(int64_t rows, int64_t columns, int64_t resources, int64_t h
   Work({rows, columns, resources, homes, load, row_of, home}, places, shares, work);
 }
 
-// [U] sums over rows of the least of values [M, S] in each of the sets [U, S] of columns; in any column if not active.
-void plora_plan_least_sums(int64_t rows, int64_t columns, int64_t sets, const double* values, const uint8_t* active,
-                           const uint8_t* in_set, double* sums) {
-  std::vector<double> barred(sets * columns);
-  for (int64_t i = 0; i < sets * columns; ++i) barred[i] = in_set[i] ? 0.0 : kInf;
-  std::fill_n(sums, sets, 0.0);
-  for (int64_t row = 0; row < rows; ++row, values += columns) {
-    double of_all = *std::min_element(values, values + columns);
-    for (int64_t set = 0; set < sets; ++set) {
-      double least = active[row] ? kInf : of_all;
-      for (int64_t s = 0; active[row] && s < columns; ++s) {
-        least = std::min(least, values[s] + barred[set * columns + s]);
-      }
-      sums[set] += least;
-    }
-  }
+int64_t plora_plan_that_matter(int64_t columns, int64_t kinds, int64_t places, const double* loads,
+                               const uint8_t* exists, int64_t phases, const int64_t* starts, int64_t* keep) {
+  return ThatMatter(columns, kinds, places, loads, exists, phases, starts, keep);
 }
 
-// Sums of a decision by its columns; loads are added to what is there.
-void plora_plan_sums(const Folded* folded, Decision* decision) {
-  decision->own = decision->bytes = 0.0;
-  std::fill_n(decision->count, folded->columns, 0);
-  for (int64_t row = 0; row < folded->rows; ++row) {
-    int64_t column = decision->columns[row], at = row * folded->columns + column;
-    const double* work = folded->Work(row, column);
-    for (int64_t k = 0; k < folded->places; ++k) decision->loads[k] += work[k];
-    decision->own += folded->own[at], decision->bytes += folded->bytes[at];
-    decision->count[column] += folded->active[row];
-  }
-}
+void plora_plan_sample(const Folded* folded, int64_t number, int64_t* rows) { Sample(*folded, number, rows); }
+
+void plora_plan_sums(const Folded* folded, Decision* decision) { AddUp(*folded, decision); }
 
 }  // extern "C"

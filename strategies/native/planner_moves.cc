@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "planner_decision.h"
+#include "planner_moves.h"
 
 namespace plora::planner {
 namespace {
@@ -32,18 +32,21 @@ class Singles {
     std::copy_n(d_.loads, f_.places, base_.data());
     o_.AddFixed(d_.count, base_.data());
     for (int64_t at = 0; at < number_ * f_.columns; ++at) {
-      std::copy(base_.begin(), base_.end(), loads_.begin());
-      changes_[at] = AddTo(loads_.data(), at);
+      changes_[at] = Loads(base_.data(), at);
       changes_[at].value = o_.After(loads_.data(), d_.bytes + changes_[at].bytes, rate_) + changes_[at].own;
     }
   }
 
-  // Seconds after two of them.
-  double Pair(int64_t a, int64_t b) {
-    std::copy(base_.begin(), base_.end(), loads_.begin());
-    Change first = AddTo(loads_.data(), a), second = AddTo(loads_.data(), b);
-    double bytes = d_.bytes + first.bytes + second.bytes;
-    return o_.After(loads_.data(), bytes, rate_) + first.own + second.own;
+  // Takes one as done in what `With` says.
+  void Hold(int64_t at) {
+    held_ = Loads(base_.data(), at);
+    held_loads_ = loads_;
+  }
+
+  // Seconds after another one and that which is held.
+  double With(int64_t at) {
+    Change change = Loads(held_loads_.data(), at);
+    return o_.After(loads_.data(), d_.bytes + held_.bytes + change.bytes, rate_) + held_.own + change.own;
   }
 
   const Change& operator[](int64_t at) const { return changes_[at]; }
@@ -54,11 +57,12 @@ class Singles {
   double Still() const { return changes_[d_.columns[rows_[0]]].value; }
 
  private:
-  // Adds a move to loads, with charges of columns that come into use and go out of it.
-  Change AddTo(double* loads, int64_t at) const {
+  // loads_ becomes `before` and a move, with charges of columns that come into use and go out of it.
+  Change Loads(const double* before, int64_t at) {
     int64_t row = Row(at), column = at % f_.columns, now = d_.columns[row], here = row * f_.columns;
     const double *from = f_.Work(row, now), *to = f_.Work(row, column);
-    for (int64_t k = 0; k < f_.places; ++k) loads[k] += to[k] - from[k];
+    double* loads = loads_.data();
+    for (int64_t k = 0; k < f_.places; ++k) loads[k] = before[k] + (to[k] - from[k]);
     Change change{f_.own[here + column] - f_.own[here + now], f_.bytes[here + column] - f_.bytes[here + now], 0.0};
     if (f_.fixed && f_.active[row] && column != now) {
       if (d_.count[column] == 0) change.own += Charge(column, 1.0, loads);
@@ -78,7 +82,8 @@ class Singles {
   const int64_t* rows_;
   int64_t number_;
   double rate_ = 0.0;
-  std::vector<double> base_, loads_;
+  std::vector<double> base_, loads_, held_loads_;
+  Change held_{};
   std::vector<Change> changes_;
 };
 
@@ -91,6 +96,63 @@ void KeepLeast(std::vector<T>* items, int64_t number, const F& key) {
   });
   items->erase(end, items->end());
 }
+
+void Exchanges(Objective& objective, const int64_t* rows, int64_t number, int64_t rounds) {
+  Singles singles(objective, rows, number);
+  std::vector<int64_t> likely;
+  for (int64_t round = 0; round < rounds; ++round) {
+    singles.Look();
+    likely.clear();
+    for (int64_t at = 0; at < singles.Count(); ++at) {
+      if (!singles.Stays(at) && std::isfinite(singles[at].value)) likely.push_back(at);
+    }
+    KeepLeast(&likely, kExchanges, [&](int64_t at) { return singles[at].value; });
+    double still = singles.Still(), least = kInf;
+    std::vector<Move> moves;
+    for (size_t a = 0; a < likely.size(); ++a) {
+      singles.Hold(likely[a]);
+      for (size_t b = a + 1; b < likely.size(); ++b) {
+        if (singles.Row(likely[a]) == singles.Row(likely[b])) continue;
+        if (objective.Overshoot(objective.d.bytes + singles[likely[a]].bytes + singles[likely[b]].bytes) > 0) continue;
+        double value = singles.With(likely[b]);
+        if (value < least) least = value, moves = {singles.AsMove(likely[a]), singles.AsMove(likely[b])};
+      }
+    }
+    if (moves.empty() || least - still > -kGain * std::abs(still)) return;
+    int64_t taken = objective.Ladder(moves, kInf);
+    if (taken == 0) return;
+    objective.Apply(moves, taken);
+  }
+}
+
+// `barred` [steps] is for how long the row that moves in a step does not go back.
+void Walk(Objective& objective, const int64_t* rows, int64_t number, const int64_t* barred, int64_t steps,
+            double byte_s) {
+  Singles singles(objective, rows, number);
+  Decision& d = objective.d;
+  Kept best(objective.f, d);
+  double best_s = objective.Value();
+  std::vector<int64_t> until(singles.Count(), 0);
+  for (int64_t step = 0; step < steps; ++step) {
+    singles.Look();
+    int64_t to = -1;
+    double least = kInf;
+    for (int64_t at = 0; at < singles.Count(); ++at) {
+      if (singles.Stays(at) || until[at] > step) continue;
+      double value = singles[at].value + byte_s * objective.Overshoot(d.bytes + singles[at].bytes);
+      if (value < least) least = value, to = at;
+    }
+    if (to < 0) break;
+    int64_t here = to / objective.f.columns * objective.f.columns + d.columns[singles.Row(to)];
+    until[here] = step + 1 + barred[step];
+    objective.Apply({singles.AsMove(to)}, 1);
+    double value = objective.Value();
+    if (objective.Fits() && value < best_s * (1 - kGain)) best = Kept(objective.f, d), best_s = value;
+  }
+  best.GiveTo(&d);
+}
+
+}  // namespace
 
 void SingleMoves(Objective& objective, const int64_t* rows, int64_t number, int64_t rounds) {
   Singles singles(objective, rows, number);
@@ -117,94 +179,11 @@ void SingleMoves(Objective& objective, const int64_t* rows, int64_t number, int6
   }
 }
 
-void Exchanges(Objective& objective, const int64_t* rows, int64_t number, int64_t rounds) {
-  Singles singles(objective, rows, number);
-  std::vector<int64_t> likely;
-  for (int64_t round = 0; round < rounds; ++round) {
-    singles.Look();
-    likely.clear();
-    for (int64_t at = 0; at < singles.Count(); ++at) {
-      if (!singles.Stays(at) && std::isfinite(singles[at].value)) likely.push_back(at);
-    }
-    KeepLeast(&likely, kExchanges, [&](int64_t at) { return singles[at].value; });
-    double still = singles.Still(), least = kInf;
-    std::vector<Move> moves;
-    for (size_t a = 0; a < likely.size(); ++a) {
-      for (size_t b = a + 1; b < likely.size(); ++b) {
-        if (singles.Row(likely[a]) == singles.Row(likely[b])) continue;
-        if (objective.Overshoot(objective.d.bytes + singles[likely[a]].bytes + singles[likely[b]].bytes) > 0) continue;
-        double value = singles.Pair(likely[a], likely[b]);
-        if (value < least) least = value, moves = {singles.AsMove(likely[a]), singles.AsMove(likely[b])};
-      }
-    }
-    if (moves.empty() || least - still > -kGain * std::abs(still)) return;
-    int64_t taken = objective.Ladder(moves, kInf);
-    if (taken == 0) return;
-    objective.Apply(moves, taken);
-  }
-}
-
-// A decision with arrays of its own.
-struct Kept {
-  explicit Kept(const Objective& o)
-      : columns(o.d.columns, o.d.columns + o.f.rows), loads(o.d.loads, o.d.loads + o.f.places),
-        count(o.d.count, o.d.count + o.f.columns), own(o.d.own), bytes(o.d.bytes) {}
-
-  void GiveTo(Decision* d) const {
-    std::copy(columns.begin(), columns.end(), d->columns);
-    std::copy(loads.begin(), loads.end(), d->loads);
-    std::copy(count.begin(), count.end(), d->count);
-    d->own = own, d->bytes = bytes;
-  }
-
-  std::vector<int64_t> columns;
-  std::vector<double> loads;
-  std::vector<int64_t> count;
-  double own, bytes;
-};
-
-// `barred` [steps] is for how long the row that moves in a step does not go back.
-void Walk(Objective& objective, const int64_t* rows, int64_t number, const int64_t* barred, int64_t steps,
-            double byte_s) {
-  Singles singles(objective, rows, number);
-  Decision& d = objective.d;
-  Kept best(objective);
-  double best_s = objective.Value();
-  std::vector<int64_t> until(singles.Count(), 0);
-  for (int64_t step = 0; step < steps; ++step) {
-    singles.Look();
-    int64_t to = -1;
-    double least = kInf;
-    for (int64_t at = 0; at < singles.Count(); ++at) {
-      if (singles.Stays(at) || until[at] > step) continue;
-      double value = singles[at].value + byte_s * objective.Overshoot(d.bytes + singles[at].bytes);
-      if (value < least) least = value, to = at;
-    }
-    if (to < 0) break;
-    int64_t here = to / objective.f.columns * objective.f.columns + d.columns[singles.Row(to)];
-    until[here] = step + 1 + barred[step];
-    objective.Apply({singles.AsMove(to)}, 1);
-    double value = objective.Value();
-    if (objective.Fits() && value < best_s * (1 - kGain)) best = Kept(objective), best_s = value;
-  }
-  best.GiveTo(&d);
-}
-
-}  // namespace
 }  // namespace plora::planner
 
 using namespace plora::planner;
 
 extern "C" {
-
-// Takes the best prefix of moves that are given.
-void plora_plan_take_best(const Folded* folded, Decision* decision, const int64_t* rows, const int64_t* columns,
-                          int64_t number, double sharpness, double byte_price) {
-  Objective objective(*folded, *decision, sharpness);
-  std::vector<Move> moves(number);
-  for (int64_t i = 0; i < number; ++i) moves[i] = {rows[i], columns[i]};
-  objective.Apply(moves, objective.Ladder(moves, byte_price));
-}
 
 void plora_plan_single_moves(const Folded* folded, Decision* decision, const int64_t* rows, int64_t number,
                              double sharpness, int64_t rounds) {

@@ -147,7 +147,6 @@ class Decision:
         best = int(values.argmin())
         return float(values[best] + self.own + folded.serial_s), int(steps[best])
 
-    @either(planner_calls.take_best)
     def take_best(self, moves: Moves, *, sharpness: float | None, byte_price: float) -> None:
         """Applies the best prefix of some moves; arguments as of `ladder`."""
         self.apply(moves, self.ladder(moves, sharpness=sharpness, byte_price=byte_price)[1])

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from strategies.native import planner_calls
+from strategies.planner.folded import Folded
+from strategies.planner.implementation import either
+
 
 class Filling:
     """Everyone in a column of fewest bytes at first, the cheapest of these.
@@ -75,3 +79,29 @@ class Filling:
         """Puts rows back into their smallest columns."""
         self.free += float(self.freed_bytes(rows).sum())
         self.columns[rows] = self.smallest[rows]
+
+
+@either(planner_calls.fillings)
+def fillings(folded: Folded, current: np.ndarray, fetch: int | None) -> tuple[np.ndarray, float]:
+    """Columns in which everyone is, or that are filled: active rows first, of these those who are there now.
+
+    Args:
+        folded: the problem.
+        current: [M] columns that serve rows now.
+        fetch: a column for active rows that do not fit; None: they stay where they take fewest bytes.
+
+    Returns:
+        columns: [1 + S, M], everyone where it takes fewest bytes; and for each column, everyone in it who fits.
+        free: bytes with the fewest; negative when they do not fit.
+    """
+    filling = Filling(folded.allowed, folded.bytes, folded.work.sum(axis=-1) + folded.own, folded.adapter_budget_bytes)
+    found, idle = [filling.columns], (~folded.active).astype(np.uint8)
+    for column in range(folded.num_columns):
+        full = filling.copy()
+        order = np.argsort(2 * idle + (current != column), kind="stable")
+        rest = order[~full.give(order, np.full(len(order), column))]
+        if fetch is not None and column != fetch:
+            rest = rest[folded.active[rest]]
+            full.give(rest, np.full(len(rest), fetch))
+        found.append(full.columns)
+    return np.stack(found), filling.free

@@ -16,7 +16,7 @@ import numpy as np
 from strategies.native import planner_calls
 from strategies.native.planner_calls import FoldedView
 from strategies.planner.implementation import either
-from strategies.planner.problem import DEVICE_RESOURCES, RESOURCES, STRIPED, PlanProblem
+from strategies.planner.problem import DEVICE_RESOURCES, RESOURCES, STRIPED, PlanProblem, chosen
 
 _TIE = 1e-9
 """Of the base step: what decides between columns that cost the same (stay, then few bytes)."""
@@ -25,7 +25,7 @@ _ROUNDING_BYTES = 1e-5
 """Running sums of bytes may be off by this."""
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """How loads of resources become loads of all P places of one structure of problems.
 
     Attributes:
@@ -57,7 +57,7 @@ class _Layout(NamedTuple):
 def work_at_places(
     load: np.ndarray, rows: np.ndarray, home: np.ndarray, device: np.ndarray, pool: np.ndarray, here: np.ndarray
 ) -> np.ndarray:
-    """[M, S, K] from rows [M] of loads [N, S, F * R], their homes [M], and the matrices of K places of a `_Layout`."""
+    """[M, S, K] from rows [M] of loads [N, S, F * R], their homes [M], and the matrices of K places of a `Layout`."""
     load = load.take(rows, axis=0)
     flat, shape = load.reshape(-1, load.shape[-1]), (*load.shape[:2], here.shape[1])
     return (flat @ pool).reshape(shape) * here[home][:, None, :] + (flat @ device).reshape(shape)
@@ -84,7 +84,7 @@ def extremes(
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(num_phases: int, num_pool: int, groups: tuple[tuple[str, ...], ...], *, pool_shared: bool) -> _Layout:
+def _layout(num_phases: int, num_pool: int, groups: tuple[tuple[str, ...], ...], *, pool_shared: bool) -> Layout:
     matrix = np.array([[float(name in group) for group in groups] for name in RESOURCES])
     on_device = np.arange(len(RESOURCES))[:, None] < DEVICE_RESOURCES
     spread = np.vstack([np.eye(num_pool), np.ones((1, num_pool))])
@@ -97,7 +97,7 @@ def _layout(num_phases: int, num_pool: int, groups: tuple[tuple[str, ...], ...],
     first = np.repeat(np.arange(parts) == 0, len(groups))
     in_pool = (matrix * ~on_device).any(axis=0)
     here = np.where(np.tile(in_pool, parts), np.repeat(spread, len(groups), axis=1), 1.0)
-    return _Layout(
+    return Layout(
         by_phase(matrix * on_device),
         by_phase(matrix * ~on_device),
         np.tile(here, num_phases),
@@ -112,6 +112,25 @@ def least_sums(values: np.ndarray, active: np.ndarray, sets: np.ndarray) -> np.n
     """[U] sums over rows of the least of values [M, S] in each of the sets [U, S] of columns, in any if not active."""
     acting, idle = values[active].T, values[~active].min(axis=1).sum()
     return np.array([acting[columns].min(axis=0, initial=np.inf).sum() + idle for columns in sets])
+
+
+@either(planner_calls.own)
+def own(problem: PlanProblem, rows: np.ndarray, tie: float, tie_byte: float) -> np.ndarray:
+    """[M, S] seconds of rows that no other choice changes, and what decides ties; inf where not allowed.
+
+    Args:
+        problem: where rows [M] are from.
+        rows: [M].
+        tie: seconds less where a row stays.
+        tie_byte: seconds a byte more.
+    """
+    serial, current = problem.serial_s.take(rows, axis=0), problem.current.take(rows)
+    seconds = serial @ np.ones(serial.shape[-1]) + problem.move_s.take(rows, axis=0)
+    seconds += tie_byte * problem.device_bytes.take(rows, axis=0)
+    stays = np.flatnonzero(current >= 0)
+    seconds[stays, current[stays]] -= tie
+    seconds[~problem.allowed.take(rows, axis=0)] = np.inf
+    return seconds
 
 
 class Folded:
@@ -172,18 +191,19 @@ class Folded:
         self.active, home = of_live(problem.active), of_live(problem.home)
         d = problem.num_pool_devices
         self.home = np.where(home == STRIPED, d, home)
-        self._budgets()
+        loads, serial, bytes_, move_s = chosen(problem, self._settled, self._rest[self._settled])
+        self._budgets(bytes_)
         self.fixed_serial = problem.fixed_serial_s.sum(axis=1)
-        at = self._settled, self._rest[self._settled]
-        self.serial_s = float(problem.base_serial_s.sum() + problem.serial_s[at].sum() + problem.move_s[at].sum())
-        self.own = self._own(of_live(problem.serial_s), of_live(problem.move_s), of_live(problem.current))
-        self._places(_layout_of(problem))
+        self.serial_s = float(problem.base_serial_s.sum() + serial.sum()) + move_s
+        tie = _TIE * (float(problem.base_load_s.max(axis=(1, 2)).sum()) + self.serial_s)
+        self.own = own(problem, self.live, tie, tie / max(float(self.bytes.max(initial=0.0)), 1.0))
+        self._places(layout_of(problem), loads)
         self.has_fixed = bool(self.fixed.any() or self.fixed_serial.any())
 
-    def _budgets(self) -> None:
+    def _budgets(self, settled_bytes: float) -> None:
         problem, kv = self.problem, self.problem.kv
-        rest = np.concatenate([self._dormant, self._settled])
-        self.rest_bytes = float(problem.device_bytes[rest, self._rest[rest]].sum())
+        dormant = self._dormant
+        self.rest_bytes = settled_bytes + float(problem.device_bytes[dormant, self._rest[dormant]].sum())
         self.budget_bytes = problem.budget_bytes - self.rest_bytes
         self.most_kv = 1.0
         if kv.kv_budget_bytes is not None and kv.device_bytes > 0:
@@ -193,17 +213,8 @@ class Folded:
         own_limit = kv.adapter_budget_bytes
         self.adapter_limit_bytes = None if own_limit is None else own_limit - self.rest_bytes
 
-    def _own(self, serial: np.ndarray, move: np.ndarray, current: np.ndarray) -> np.ndarray:
-        tie = _TIE * (float(self.problem.base_load_s.max(axis=(1, 2)).sum()) + self.serial_s)
-        own = serial @ np.ones(serial.shape[-1]) + move
-        own += (tie / max(float(self.bytes.max(initial=0.0)), 1.0)) * self.bytes
-        stays = np.flatnonzero(current >= 0)
-        own[stays, current[stays]] -= tie
-        own[~self.allowed] = np.inf
-        return own
-
-    def _places(self, layout: _Layout) -> None:
-        """Everything by place, of the places that can be the longest of their phase."""
+    def _places(self, layout: Layout, settled: np.ndarray) -> None:
+        """Everything by place, of those that can be the longest of their phase; `settled` [D + 1, F, R] are loads."""
         problem, kv = self.problem, self.problem.kv
         s, num_kv, d = self.num_columns, len(kv.strategies), problem.num_pool_devices
         f, r = len(problem.phases), len(RESOURCES)
@@ -213,14 +224,14 @@ class Folded:
         by_device = np.swapaxes(problem.base_load_s, 0, 1)
         sums[s, :d, :, DEVICE_RESOURCES:] = by_device[..., DEVICE_RESOURCES:]
         sums[s, 0, :, :DEVICE_RESOURCES] = by_device[0, :, :DEVICE_RESOURCES]
-        sums[s] += self._settled_loads()
+        sums[s] += settled
         sums[s + 1, d, kv.phase, :DEVICE_RESOURCES] = kv.device_load_s[:DEVICE_RESOURCES]
         sums[s + 2 : -2, :d, kv.phase, DEVICE_RESOURCES:] = kv.pool_load_s[..., DEVICE_RESOURCES:]
         sums[s + 2 : -2, 0, kv.phase, :DEVICE_RESOURCES] = kv.pool_load_s[:, 0, :DEVICE_RESOURCES]
         highest, lowest = extremes(load, self.live, self.home, d + 1, self.allowed)
         sums[-2], sums[-1] = highest.reshape(d + 1, f, r), lowest.reshape(d + 1, f, r)
         loads = layout.places(sums.reshape(len(sums), d + 1, f * r))
-        self.keep = _that_matter(loads, layout, s)
+        self.keep = that_matter(loads, layout.exists, layout.starts, s)
         loads = np.ascontiguousarray(loads[:, self.keep])
         self.fixed, self.base, self.kv_device, self.kv_pool = loads[:s], loads[s], loads[s + 1], loads[s + 2 : -2]
         self.phase_of = layout.phase[self.keep]
@@ -229,22 +240,17 @@ class Folded:
         self.kv_places = slice(int(ends[kv.phase]), int(ends[kv.phase + 1]))
         self.work = layout.work(load, self.live, self.home, self.keep)
 
-    def _settled_loads(self) -> np.ndarray:
-        """[D + 1, F, R], loads of settled rows by home."""
-        problem, rows = self.problem, self._settled
-        s, d = self.num_columns, problem.num_pool_devices
-        f, r = problem.load_s.shape[2:]
-        chosen = problem.load_s.reshape(-1, f * r).take(rows * s + self._rest[rows], axis=0)
-        home = problem.home.take(rows)
-        at_home = (np.where(home == STRIPED, d, home) == np.arange(d + 1)[:, None]).astype(float)
-        return (at_home @ chosen).reshape(d + 1, f, r)
-
     @functools.cached_property
     def by_home(self) -> np.ndarray:
         """[M] ranks of rows: neighbours have one home, and are about as large."""
         ranks = np.empty(len(self.rows))
         ranks[np.lexsort((self.own.min(axis=1) + self.bytes.sum(axis=1), self.home))] = self.rows
         return ranks
+
+    @functools.cached_property
+    def most_bytes(self) -> float:
+        """Of all rows in their largest columns."""
+        return float(np.ascontiguousarray(self.bytes.T).max(axis=0, initial=0.0).sum())
 
     @functools.cached_property
     def view(self) -> FoldedView:
@@ -284,7 +290,7 @@ class Folded:
         out[self.live] = columns
         rest, problem = self._dormant, self.problem
         current = problem.current[rest]
-        stays = (current >= 0) & problem.allowed[rest, current]
+        stays = (current >= 0) & (current != self._rest[rest]) & problem.allowed[rest, current]
         rest, current = rest[stays], current[stays]
         if len(rest):
             used = float(self.bytes[self.rows, columns].sum())
@@ -298,28 +304,25 @@ class Folded:
         return out
 
 
-def _layout_of(problem: PlanProblem) -> _Layout:
+def layout_of(problem: PlanProblem) -> Layout:
     return _layout(len(problem.phases), problem.num_pool_devices, problem.groups, pool_shared=problem.pool_shared)
 
 
 def num_places(problem: PlanProblem) -> int:
     """How many places there are in all."""
-    return len(_layout_of(problem).phase)
+    return len(layout_of(problem).phase)
 
 
-def costs_of_loads(problem: PlanProblem, rows: np.ndarray, prices: np.ndarray) -> np.ndarray:
-    """[M, S] seconds of what rows load in each column, at prices of a second of load on all places."""
-    layout, d = _layout_of(problem), problem.num_pool_devices
-    by_home = layout.device @ prices + (layout.here * prices) @ layout.pool.T  # [H, F * R]
-    s, f, r = problem.load_s.shape[1:]
-    home = problem.home.take(rows)
-    if 2 * len(rows) > problem.num_adapters and (home == home[0]).all():
-        # A striped row's home is the last one.
-        costs = problem.load_s.reshape(-1, f * r) @ by_home[home[0]]
-        return costs.reshape(-1, s).take(rows, axis=0)
-    load = problem.load_s.reshape(-1, s, f * r).take(rows, axis=0)
-    of_homes = (load.reshape(-1, f * r) @ by_home.T).reshape(len(rows), s, d + 1)
-    return of_homes[np.arange(len(rows)), :, np.where(home == STRIPED, d, home)]
+@either(planner_calls.sample)
+def sample(folded: Folded, number: int) -> np.ndarray:
+    """[2 * number] of more rows: the heaviest ones, and as many that stand for the others, home by home."""
+    bytes_, seconds = folded.bytes.sum(axis=1), folded.work.sum(axis=(1, 2))
+    size = seconds / max(float(seconds.sum()), 1e-300) + bytes_ / max(float(bytes_.sum()), 1.0)
+    order = np.argsort(-size, kind="stable")
+    light = np.sort(order[number:])
+    light = light[np.lexsort((size[light], folded.home[light]))]
+    picked = light[((np.arange(number) + 0.5) * (len(light) / number)).astype(int)]
+    return np.concatenate([order[:number], picked])
 
 
 def _dormant(problem: PlanProblem) -> tuple[np.ndarray, int]:
@@ -331,14 +334,22 @@ def _dormant(problem: PlanProblem) -> tuple[np.ndarray, int]:
     return dormant, column
 
 
-def _that_matter(loads: np.ndarray, layout: _Layout, num_columns: int) -> np.ndarray:
-    """Places that can be longer than every other of their phase, and the one that is longest at least."""
-    s = num_columns
-    ways = loads[s + 1 : -2]  # all KV on the device, all in the pool by each attention strategy
-    low = np.where(layout.exists, loads[s] + loads[-1] + ways.min(axis=0), -np.inf)
+@either(planner_calls.that_matter)
+def that_matter(loads: np.ndarray, exists: np.ndarray, starts: np.ndarray, columns: int) -> np.ndarray:
+    """Places that can be longer than every other of their phase, and the one that is longest at least.
+
+    Args:
+        loads: [S + ways + 3, P] of fixed charges, the base, ways to serve KV, the most and the least of all adapters.
+        exists: [P] bool.
+        starts: [F], where phases begin among the P.
+        columns: S.
+    """
+    s, of_place = columns, np.repeat(np.arange(len(starts)), np.diff(starts, append=len(exists)))
+    ways = loads[s + 1 : -2]
+    low = np.where(exists, loads[s] + loads[-1] + ways.min(axis=0), -np.inf)
     high = loads[s] + loads[-2] + ways.max(axis=0) + loads[:s].sum(axis=0)
-    highest = np.maximum.reduceat(low, layout.starts)[layout.phase]
+    highest = np.maximum.reduceat(low, starts)[of_place]
     matter = high > highest
     leading = np.flatnonzero(low == highest)
-    matter[leading[np.searchsorted(layout.phase[leading], np.arange(len(layout.starts)))]] = True
-    return np.flatnonzero(layout.exists & matter)
+    matter[leading[np.searchsorted(of_place[leading], np.arange(len(starts)))]] = True
+    return np.flatnonzero(exists & matter)

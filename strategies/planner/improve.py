@@ -27,17 +27,44 @@ _BARRED = 4
 _DEAR_BYTES = 3.0
 """Price of bytes that do not fit, from which the step would cost as much more if everything were on the device."""
 
+_DEAR = 1e30
+"""Seconds of a column that nobody should have."""
+
+_WORTH = 1e-6
+"""Of a row's cost: it is not taken to its cheapest column for less."""
+
 _GAIN = 1e-9
 """Of the step: smaller gains are rounding."""
 
 
-def make_fit(decision: Decision, costs: np.ndarray) -> None:
+@either(planner_calls.take_cheapest)
+def take_cheapest(decision: Decision, total: np.ndarray) -> None:
+    """Takes everyone to its cheapest column, the largest relative gains first, as far as that is best.
+
+    Args:
+        decision: to change.
+        total: [M, S] seconds, costs at some prices; inf: not to be used.
+    """
+    rows, to = decision.folded.rows, total.argmin(axis=1)
+    now = total[rows, decision.columns]
+    now = np.where(np.isfinite(now), now, _DEAR)
+    gain = (now - total[rows, to]) / np.maximum(np.abs(now), 1e-30)
+    rising = np.flatnonzero(gain > _WORTH)
+    order = rising[np.argsort(-gain[rising], kind="stable")]
+    if len(order):
+        decision.take_best(Moves(order, to[order]), sharpness=None, byte_price=np.inf)
+
+
+@either(planner_calls.make_fit)
+def make_fit(decision: Decision, total: np.ndarray, adapter_byte: float) -> None:
     """Brings a decision within all limits, by the least cost a byte.
 
     Args:
         decision: to change.
-        costs: [M, S] seconds, `Folded.costs` at prices near those of the decision.
+        total: [M, S] seconds, costs at prices near those of the decision and `adapter_byte` a byte.
+        adapter_byte: seconds a byte.
     """
+    costs = total - adapter_byte * decision.folded.bytes
     for _ in range(decision.folded.num_columns):
         over = decision.bytes - decision.folded.adapter_budget_bytes
         if over <= 0:
@@ -53,24 +80,19 @@ def _shed(decision: Decision, costs: np.ndarray, over: float) -> None:
     loss = costs - costs[folded.rows, now][:, None]
     rate = np.where((freed > 0) & folded.allowed, loss / np.maximum(freed, 1e-300), np.inf)
     to = rate.argmin(axis=1)
-    order = np.argsort(rate[folded.rows, to])
+    order = np.argsort(rate[folded.rows, to], kind="stable")
     order = order[np.isfinite(rate[order, to[order]])]
     total = np.cumsum(freed[order, to[order]])
     decision.apply(Moves(order, to[order]), min(int(np.searchsorted(total, over)) + 1, len(order)))
 
 
+@either(planner_calls.best_fraction)
 def best_fraction(decision: Decision) -> None:
     """Gives KV the best attention strategy and P for the adapters as they are, exactly."""
-    folded = decision.folded
-    most = min(folded.most_kv, folded.problem.max_fraction(decision.bytes + folded.rest_bytes))
-    if most >= folded.problem.kv.min_fraction:
-        fraction_up_to(decision, most)
-
-
-@either(planner_calls.best_fraction)
-def fraction_up_to(decision: Decision, most: float) -> None:
-    """Gives KV the best attention strategy and P, of `most` at most."""
     folded, kv = decision.folded, decision.folded.problem.kv
+    most = min(folded.most_kv, folded.problem.max_fraction(decision.bytes + folded.rest_bytes))
+    if most < kv.min_fraction:
+        return
     edges = fractions(folded, Node(0, np.ones(0, bool)))
     here = folded.kv_places
     without_kv, fraction = decision.adapter_loads()[here], decision.fraction
@@ -222,8 +244,7 @@ def wander(decision: Decision, rows: np.ndarray, *, sharpness: float | None, ste
         sharpness: as of `single_moves`.
         steps: single moves.
     """
-    most_bytes = float(decision.folded.bytes.max(axis=1, initial=0.0).sum())
-    byte_s = _DEAR_BYTES * decision.value() / max(1.0, most_bytes)
+    byte_s = _DEAR_BYTES * decision.value() / max(1.0, decision.folded.most_bytes)
     barred = np.random.default_rng(0).integers(_BARRED, 2 * _BARRED, steps)
     walk(decision, rows, barred, sharpness=sharpness, byte_s=byte_s)
     best_fraction(decision)

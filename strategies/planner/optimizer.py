@@ -18,13 +18,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from strategies.planner.decision import Decision, Moves
-from strategies.planner.filling import Filling
-from strategies.planner.folded import Folded, costs_of_loads, num_places
-from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, wander
-from strategies.planner.prices import Node, Part, Prices, Shares, lower_bounds, nodes, relax
+from strategies.planner.decision import Decision
+from strategies.planner.filling import fillings
+from strategies.planner.folded import Folded, num_places, sample
+from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, take_cheapest, wander
+from strategies.planner.prices import Node, Nodes, Part, Prices, Shares, lower_bounds, nodes, relax
 from strategies.planner.problem import Plan, PlanError, PlanProblem, evaluate
-from strategies.planner.rounding import SHARPNESS, closest, rounded
+from strategies.planner.rounding import CLOSE, SHARPNESS, closest, pressing, rounded
+from strategies.planner.settled import Settled, settled
 
 _SAMPLE = 44
 """Adapters that are heavy, and as many that stand for the others, where prices are found from fewer than all."""
@@ -49,12 +50,6 @@ _FAR = 0.01
 
 _REFINED = 16
 """Adapters nearest to a tie that a start from an earlier answer mends."""
-
-_SURE = 0.02
-"""Of the cost of an idle adapter's strategy: another one that is this much dearer is not looked at."""
-
-_DEAR = 1e30
-"""Seconds of a column that nobody should have."""
 
 _TIE_BREAK = 3e-3
 """Of the objective: noise on costs, so that most of equal adapters are decided by the relaxation."""
@@ -112,22 +107,14 @@ class _Found(NamedTuple):
     leading: np.ndarray
 
 
-class _Settled(NamedTuple):
-    """Rows that need no decision [M], their columns [M] and the costs of all of their columns [M, S]."""
-
-    rows: np.ndarray
-    columns: np.ndarray
-    costs: np.ndarray
-
-
 class _Outcome(NamedTuple):
-    """A decision, prices that support it, costs at these with bytes, and a bound; what was settled before."""
+    """A decision, prices that support it, costs at these with bytes, and a bound; rows that needed none."""
 
     decision: Decision
     prices: Prices
     total: np.ndarray
     bound_s: float
-    settled: _Settled | None = None
+    known: Settled | None = None
 
 
 def optimize(
@@ -155,7 +142,7 @@ def optimize(
         outcome = _refined(problem, start)
     if outcome is None:
         outcome = _searched(Folded(problem), until)
-    decision, prices, total, bound_s, settled = outcome
+    decision, prices, total, bound_s, known = outcome
     folded = decision.folded
     kv = problem.kv
     columns = folded.all_columns(decision.columns, decision.fraction * kv.device_bytes)
@@ -165,8 +152,8 @@ def optimize(
     places[folded.keep] = prices.places
     costs = problem.move_s + prices.adapter_byte * problem.device_bytes
     costs[folded.live] = total
-    if settled is not None:
-        costs[settled.rows] = settled.costs
+    if known is not None:
+        costs[known.rows] = known.costs
     attention = kv.strategies.index(plan.attention)
     used = np.bincount(plan.strategy[problem.active], minlength=folded.num_columns) > 0
     return plan, Duals(plan.strategy, attention, plan.kv_fraction, used, places, *prices[1:], costs, bound_s)
@@ -175,26 +162,16 @@ def optimize(
 def _simple(folded: Folded) -> list[Decision]:
     """Everyone in the strategy of fewest bytes; and for each strategy, everyone in it who fits, the others fetched."""
     problem = folded.problem
-    current = problem.current[folded.live]
-    cost = folded.work.sum(axis=-1) + folded.own
-    filling = Filling(folded.allowed, folded.bytes, cost, folded.adapter_budget_bytes)
-    if filling.free < -1e-9 * max(1.0, problem.budget_bytes):
+    fetch = problem.strategies.index("fetch") if "fetch" in problem.strategies else None
+    columns, free = fillings(folded, problem.current[folded.live], fetch)
+    if free < -1e-9 * max(1.0, problem.budget_bytes):
         raise PlanError(
             f"{problem.budget_bytes:.0f} bytes of device memory cannot hold the "
-            f"{folded.adapter_budget_bytes - filling.free + folded.rest_bytes:.0f} of pinned adapters and the "
+            f"{folded.adapter_budget_bytes - free + folded.rest_bytes:.0f} of pinned adapters and the "
             f"{problem.kv.min_fraction * problem.kv.device_bytes:.0f} of KV that is being written: "
             "unpin adapters, run fewer sequences or raise the budget"
         )
-    fillings, idle = [filling], (~folded.active).astype(np.uint8)
-    for column, name in enumerate(problem.strategies):
-        full = filling.copy()
-        order = np.argsort(2 * idle + (current != column), kind="stable")
-        rest = order[~full.give(order, np.full(len(order), column))]
-        if "fetch" in problem.strategies and name != "fetch":
-            rest = rest[folded.active[rest]]
-            full.give(rest, np.full(len(rest), problem.strategies.index("fetch")))
-        fillings.append(full)
-    decisions = [Decision(folded, f.columns, attention=0, fraction=problem.kv.min_fraction) for f in fillings]
+    decisions = [Decision(folded, each, attention=0, fraction=problem.kv.min_fraction) for each in columns]
     for decision in decisions:
         best_fraction(decision)
     return decisions
@@ -205,10 +182,10 @@ def _searched(folded: Folded, until: float) -> _Outcome:
     decisions = _simple(folded)
     simple, leading = min(decisions, key=Decision.value), _leading(folded, decisions)
     scale_s = max(simple.value(), 1e-30)
-    among, sample = nodes(folded), _sample(folded)
-    gap = _GAP if len(sample.rows) == len(folded.rows) else _SAMPLE_GAP
+    among, few = nodes(folded), _sample(folded)
+    gap = _GAP if len(few.rows) == len(folded.rows) else _SAMPLE_GAP
     first = Node(simple.attention, np.ones(folded.num_columns, bool), charged=False)
-    relaxed = relax(folded, first, sample, leading, scale_s=scale_s, gap=_GUIDE_GAP if folded.has_fixed else gap)
+    relaxed = relax(folded, first, few, leading, scale_s=scale_s, gap=_GUIDE_GAP if folded.has_fixed else gap)
     total = _total(folded, relaxed.prices)
     bounds = lower_bounds(folded, relaxed.prices, total, among)
     open_, lost, best = np.ones(len(among), bool), None, None
@@ -218,7 +195,7 @@ def _searched(folded: Folded, until: float) -> _Outcome:
             break
         open_[at] = False
         if turn or folded.has_fixed or not _alike(first, among[at]):
-            relaxed = relax(folded, among[at], sample, leading, scale_s=scale_s, gap=gap)
+            relaxed = relax(folded, among[at], few, leading, scale_s=scale_s, gap=gap)
             total = _total(folded, relaxed.prices)
             bounds = np.maximum(bounds, lower_bounds(folded, relaxed.prices, total, among))
         decision = rounded(folded, among[at], relaxed, total, bound_s=float(bounds[at]))
@@ -252,7 +229,7 @@ def _total(folded: Folded, prices: Prices) -> np.ndarray:
 
 
 def _harder(
-    folded: Folded, best: _Found, decisions: list[Decision], among: list[Node], bounds: np.ndarray, until: float
+    folded: Folded, best: _Found, decisions: list[Decision], among: Nodes, bounds: np.ndarray, until: float
 ) -> _Found:
     """What takes longer: relaxes everyone where the best plan was found or may be, and polishes; raises bounds."""
     likely = among[int(bounds.argmin())]
@@ -306,7 +283,9 @@ def _alike(node: Node, other: Node) -> bool:
 def _polish(decision: Decision, near: _Found, until: float) -> None:
     """Moves and exchanges among many adapters."""
     before = decision.copy()
-    rows = np.union1d(closest(decision, near.total), _pressing(decision))
+    rows = np.union1d(
+        closest(decision, near.total, CLOSE), pressing(decision, sharpness=SHARPNESS[-1], number=_REFINED)
+    )
     for sharpness in (*SHARPNESS, None):
         single_moves(decision, rows, sharpness=sharpness, rounds=4)
         exchanges(decision, rows, sharpness=sharpness, rounds=6)
@@ -326,14 +305,8 @@ def _sample(folded: Folded) -> Part:
     n = len(folded.rows)
     if n <= 2 * _SAMPLE:
         return Part(folded.rows, np.ones(n), folded.base, 0.0)
-    bytes_, seconds = folded.bytes.sum(axis=1), folded.work.sum(axis=(1, 2))
-    size = seconds / max(float(seconds.sum()), 1e-300) + bytes_ / max(float(bytes_.sum()), 1.0)
-    heavy = np.argpartition(-size, _SAMPLE)[:_SAMPLE]
-    light = _others(folded, heavy)
-    light = light[np.lexsort((size[light], folded.home[light]))]
-    picked = light[((np.arange(_SAMPLE) + 0.5) * (len(light) / _SAMPLE)).astype(int)]
-    weight = np.concatenate([np.ones(_SAMPLE), np.full(_SAMPLE, len(light) / _SAMPLE)])
-    return Part(np.concatenate([heavy, picked]), weight, folded.base, 0.0)
+    weight = np.repeat([1.0, (n - _SAMPLE) / _SAMPLE], _SAMPLE)
+    return Part(sample(folded, _SAMPLE), weight, folded.base, 0.0)
 
 
 def _others(folded: Folded, rows: np.ndarray) -> np.ndarray:
@@ -342,18 +315,10 @@ def _others(folded: Folded, rows: np.ndarray) -> np.ndarray:
     return np.flatnonzero(others)
 
 
-def _pressing(decision: Decision) -> np.ndarray:
-    """Adapters whose leaving would relieve the busiest places most."""
-    folded = decision.folded
-    costs = folded.costs(decision.prices(SHARPNESS[-1]))
-    gain = costs[folded.rows, decision.columns] - costs.min(axis=1)
-    return np.argsort(-gain)[:_REFINED]
-
-
 def _refined(problem: PlanProblem, start: Duals) -> _Outcome | None:
     """The earlier plan, after the moves that its prices ask for now; None if it cannot be made to fit."""
-    settled = _settled(problem, start)
-    folded = Folded(problem, settled=(settled.rows, settled.columns))
+    known = settled(problem, start.strategy, start.places, start.joint + start.adapters)
+    folded = Folded(problem, settled=(known.rows, known.columns))
     kv, rows = problem.kv, folded.rows
     prices = Prices(start.places[folded.keep], start.joint, start.adapters, start.softness)
     total = _total(folded, prices)
@@ -365,40 +330,12 @@ def _refined(problem: PlanProblem, start: Duals) -> _Outcome | None:
     scarce = start.joint * kv.device_bytes > _GAP * start.bound_s
     wanted = folded.most_kv if scarce else start.fraction
     decision = Decision(folded, columns, attention=start.attention, fraction=wanted)
-    make_fit(decision, total - prices.adapter_byte * folded.bytes)
+    make_fit(decision, total, prices.adapter_byte)
     if not decision.fits:
         return None
-    moves = _wanted(decision, usual)
-    if len(moves.rows):
-        decision.take_best(moves, sharpness=None, byte_price=np.inf)
+    take_cheapest(decision, usual)
     single_moves(decision, closest(decision, total, _REFINED), sharpness=None, rounds=1)
     best_fraction(decision)
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]
-    among = [Node(attention, decision.count > 0, whole) for attention, whole in ways]
-    return _Outcome(decision, prices, total, float(lower_bounds(folded, prices, total, among).min()), settled)
-
-
-def _settled(problem: PlanProblem, start: Duals) -> _Settled:
-    """Idle rows that have nothing on the device, which nobody else can use, nor would by far at the start's prices."""
-    rows = problem.loaded[~problem.active[problem.loaded]]
-    costs = costs_of_loads(problem, rows, start.places)
-    costs += problem.serial_s.take(rows, axis=0) @ np.ones(problem.serial_s.shape[-1])
-    costs += problem.move_s.take(rows, axis=0)
-    costs += (start.joint + start.adapters) * problem.device_bytes.take(rows, axis=0)
-    costs[~problem.allowed.take(rows, axis=0)] = np.inf
-    at, here = np.arange(len(rows)), start.strategy.take(rows)
-    others = costs.T.copy()
-    others[here, at] = np.inf
-    sure = others.min(axis=0, initial=np.inf) > (1 + _SURE) * costs[at, here]
-    sure &= problem.device_bytes[rows, here] <= 0
-    return _Settled(rows[sure], here[sure], costs[sure])
-
-
-def _wanted(decision: Decision, total: np.ndarray) -> Moves:
-    """Everyone to its cheapest strategy, the largest relative gains first."""
-    rows = decision.folded.rows
-    now, to = total[rows, decision.columns], total.argmin(axis=1)
-    now = np.where(np.isfinite(now), now, _DEAR)
-    gain = (now - total[rows, to]) / np.maximum(np.abs(now), 1e-30)
-    order = np.argsort(-gain)[: int((gain > 1e-6).sum())]
-    return Moves(order, to[order])
+    among = Nodes(Node(attention, decision.count > 0, whole) for attention, whole in ways)
+    return _Outcome(decision, prices, total, float(lower_bounds(folded, prices, total, among).min()), known)

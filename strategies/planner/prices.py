@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from strategies.native import planner_calls
 from strategies.planner.folded import Folded, least_sums
+from strategies.planner.implementation import either
 from strategies.planner.relaxation import Relaxation
 
 
@@ -54,6 +56,16 @@ class Node(NamedTuple):
     charged: bool = True
 
 
+class Nodes(list[Node]):
+    """Parts of all plans; not changed once they are looked at."""
+
+    @functools.cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Attention [U] int64, columns [U, S] bool and `whole` [U] bool of each."""
+        attention = np.array([node.attention for node in self], np.int64)
+        return attention, np.array([node.columns for node in self], bool), np.array([node.whole for node in self], bool)
+
+
 class Part(NamedTuple):
     """Adapters that the relaxation decides on; the others are in `loads` and `used_bytes`.
 
@@ -84,18 +96,18 @@ class Shares(NamedTuple):
     fraction: float
 
 
-def nodes(folded: Folded) -> list[Node]:
+def nodes(folded: Folded) -> Nodes:
     """All ways to serve KV with all sets of columns; one set where nothing is charged for using a column."""
     kv = folded.problem.kv
     sets = _sets(folded.num_columns) if folded.has_fixed else np.ones((1, folded.num_columns), bool)
     ways = [(attention, False) for attention in range(len(kv.strategies))] + [(0, True)]
     least = least_sums(np.where(folded.allowed, folded.bytes, np.inf), folded.active, sets).tolist()
-    return [
+    return Nodes(
         Node(attention, columns, whole)
         for attention, whole in ways
         for columns, bytes_ in zip(sets, least, strict=True)
         if _fits(folded, bytes_, whole)
-    ]
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -121,7 +133,8 @@ def fractions(folded: Folded, node: Node) -> np.ndarray:
     return np.array([kv.min_fraction, min(max(kv.current_fraction, kv.min_fraction), most), most])
 
 
-def lower_bounds(folded: Folded, prices: Prices, total: np.ndarray, among: list[Node]) -> np.ndarray:
+@either(planner_calls.lower_bounds)
+def lower_bounds(folded: Folded, prices: Prices, total: np.ndarray, among: Nodes) -> np.ndarray:
     """What no plan of each node can undercut.
 
     Args:
@@ -179,7 +192,38 @@ def relax(
         gap: to stop at, of the value.
         tie_break: of the value, noise on the costs of strategies, so that most of equal adapters are decided.
     """
-    return _Builder(folded, node, part, places, scale_s).solve(gap, tie_break)
+    noise = _noise(len(part.rows), folded.num_columns) * (tie_break / float(part.weight.sum())) if tie_break else None
+    found = relaxed_part(folded, node, part, places, scale_s=scale_s, gap=gap, noise=noise)
+    return Shares(Prices(*found[:4]), *found[4:])
+
+
+@functools.lru_cache(maxsize=8)
+def _noise(rows: int, columns: int) -> np.ndarray:
+    """[M, S] in [0, 1), the same each time; read-only."""
+    noise = np.random.default_rng(rows).random((rows, columns))
+    noise.flags.writeable = False
+    return noise
+
+
+@either(planner_calls.relaxed_part)
+def relaxed_part(
+    folded: Folded,
+    node: Node,
+    part: Part,
+    places: np.ndarray,
+    *,
+    scale_s: float,
+    gap: float,
+    noise: np.ndarray | None,
+) -> tuple[np.ndarray, float, float, float, np.ndarray, float]:
+    """The fields of `Prices`, and then those of `Shares`.
+
+    Args:
+        folded, node, part, places, scale_s, gap: as of `relax`.
+        noise: [M, S], added to costs as a part of the value; None: nothing.
+    """
+    prices, shares, fraction = _Builder(folded, node, part, places, scale_s).solve(gap, noise)
+    return *prices, shares, fraction
 
 
 class _Builder:
@@ -231,15 +275,14 @@ class _Builder:
             work[row, 1, k:] = [kv_bytes * (high - low) for kv_bytes, _ in self.memory]
         return work
 
-    def solve(self, gap: float, tie_break: float) -> Shares:
+    def solve(self, gap: float, noise: np.ndarray | None) -> Shares:
         """Relaxes, and puts the answer back into seconds."""
         folded, part, kv = self.folded, self.part, self.folded.problem.kv
         m, s, k = len(part.rows), folded.num_columns, len(self.base)
         cost = np.zeros((m + len(self.pieces), s))
         cost[:m] = np.where(self.allowed, folded.own[part.rows], 0.0) * (part.weight[:, None] / self.scale_s)
-        if tie_break:
-            noise = np.random.default_rng(m).random((m, s))
-            cost[:m] += noise * (tie_break * part.weight[:, None] / float(part.weight.sum()))
+        if noise is not None:
+            cost[:m] += noise * part.weight[:, None]
         for row, (low, high) in enumerate(self.pieces, m):
             cost[row, 1] = kv.move_s * (high - low) / self.scale_s if high > kv.current_fraction else 0.0
         allowed = np.zeros(cost.shape, bool)

@@ -20,6 +20,10 @@ import functools
 
 import numpy as np
 
+from strategies.native import planner_calls
+from strategies.native.planner_calls import ProblemView
+from strategies.planner.implementation import either
+
 RESOURCES = ("device_flops", "device_memory", "near_flops", "near_memory", "to_pool", "to_device")
 DEVICE_RESOURCES = 2
 """The first two exist once, the others once a pool device."""
@@ -153,6 +157,11 @@ class PlanProblem:
         return self.base_load_s.shape[1]
 
     @functools.cached_property
+    def view(self) -> ProblemView:
+        """What native functions see of it."""
+        return planner_calls.view_of_problem(self)
+
+    @functools.cached_property
     def group_matrix(self) -> np.ndarray:
         """[R, G], 1 where the resource is in the group."""
         return np.array([[float(name in group) for group in self.groups] for name in RESOURCES])
@@ -178,12 +187,13 @@ class PlanProblem:
             self.budget_bytes - adapter_bytes, np.inf if self.kv.kv_budget_bytes is None else self.kv.kv_budget_bytes
         )
         fraction = room / self.kv.device_bytes
-        if fraction < self.kv.min_fraction and room >= self.kv.min_fraction * self.kv.device_bytes - self._slack:
+        if fraction < self.kv.min_fraction and room >= self.kv.min_fraction * self.kv.device_bytes - self.slack_bytes:
             return self.kv.min_fraction
         return min(1.0, fraction)
 
     @property
-    def _slack(self) -> float:
+    def slack_bytes(self) -> float:
+        """What sums of bytes may be off by."""
         return _SLACK * max(1.0, self.budget_bytes)
 
 
@@ -212,6 +222,23 @@ class Plan:
     bottleneck: tuple[str, ...]
 
 
+@either(planner_calls.chosen)
+def chosen(problem: PlanProblem, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """What rows [M] take in their columns [M].
+
+    Returns:
+        loads: [D + 1, F, R] seconds by home, the last: of striped rows.
+        serial: [F] seconds.
+        bytes, move_s: of all.
+    """
+    num_pool, (s, f, r) = problem.num_pool_devices, problem.load_s.shape[1:]
+    at, home = rows * s + columns, problem.home[rows]
+    at_home = (np.where(home == STRIPED, num_pool, home) == np.arange(num_pool + 1)[:, None]).astype(float)
+    loads = (at_home @ problem.load_s.reshape(-1, f * r).take(at, axis=0)).reshape(num_pool + 1, f, r)
+    serial = problem.serial_s.reshape(-1, f).take(at, axis=0).sum(axis=0)
+    return loads, serial, float(problem.device_bytes.take(at).sum()), float(problem.move_s.take(at).sum())
+
+
 def resource_loads(
     problem: PlanProblem, strategy: np.ndarray, *, attention: str, kv_fraction: float
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -221,22 +248,14 @@ def resource_loads(
         loads: [F, D, R] (D is 1 when `pool_shared`), device columns the same for all D.
         serial: [F].
     """
-    rows, num_pool = problem.loaded, problem.num_pool_devices
-    s, (f, r) = len(problem.strategies), problem.load_s.shape[2:]
-    at = rows * s + strategy[rows]
-    chosen = problem.load_s.reshape(-1, f * r).take(at, axis=0)
-    loads = problem.base_load_s.copy()
-    serial = problem.base_serial_s + problem.serial_s.reshape(-1, f).take(at, axis=0).sum(axis=0)
-    used = np.flatnonzero(np.bincount(strategy[problem.active], minlength=len(problem.strategies)))
-    common = problem.fixed_load_s[used].sum(axis=0)
-    serial = serial + problem.fixed_serial_s[used].sum(axis=0)
-    homes = (problem.home[rows] == np.arange(STRIPED, num_pool)[:, None]).astype(float)
-    by_home = (homes @ chosen).reshape(num_pool + 1, f, r)
-    common += by_home[0]
-    loads[:, :, DEVICE_RESOURCES:] += common[:, None, DEVICE_RESOURCES:]
-    loads[:, :, DEVICE_RESOURCES:] += np.swapaxes(by_home[1:], 0, 1)[:, :, DEVICE_RESOURCES:]
-    on_device = by_home.sum(axis=0) + problem.fixed_load_s[used].sum(axis=0)
-    loads[:, :, :DEVICE_RESOURCES] = (loads[:, 0] + on_device)[:, None, :DEVICE_RESOURCES]
+    rows = problem.loaded
+    by_home, of_rows, _, _ = chosen(problem, rows, strategy[rows])
+    used = np.bincount(strategy[problem.active], minlength=len(problem.strategies)) > 0
+    charges = problem.fixed_load_s[used].sum(axis=0)
+    serial = problem.base_serial_s + of_rows + problem.fixed_serial_s[used].sum(axis=0)
+    loads = problem.base_load_s + (charges + by_home[-1])[:, None] + np.swapaxes(by_home[:-1], 0, 1)
+    on_device = problem.base_load_s[:, 0] + charges + by_home.sum(axis=0)
+    loads[:, :, :DEVICE_RESOURCES] = on_device[:, None, :DEVICE_RESOURCES]
 
     kv, index = problem.kv, problem.kv.strategies.index(attention)
     in_pool = kv.pool_load_s[index].copy()
@@ -267,19 +286,20 @@ def evaluate(problem: PlanProblem, strategy: np.ndarray, attention: str, kv_frac
     flat = by_group.reshape(num_phases, num_pool * num_groups)
     worst = flat.argmax(axis=1)
     phase_s = flat.max(axis=1) + serial
-    rows = np.arange(problem.num_adapters)
+    names = _names(problem.groups, num_pool, apart=not problem.pool_shared)
+    at = np.arange(problem.num_adapters) * len(problem.strategies) + strategy
     kv = problem.kv
     step_s = float(phase_s.sum())
-    moved = float(problem.move_s[rows, strategy].sum()) + kv.move_s * max(0.0, kv_fraction - kv.current_fraction)
+    moved = float(problem.move_s.take(at).sum()) + kv.move_s * max(0.0, kv_fraction - kv.current_fraction)
     return Plan(
         strategy=np.asarray(strategy, dtype=np.int8),
         attention=attention,
         kv_fraction=float(kv_fraction),
         step_s=step_s,
         objective_s=step_s + moved,
-        device_bytes=float(problem.device_bytes[rows, strategy].sum()) + kv_fraction * kv.device_bytes,
+        device_bytes=float(problem.device_bytes.take(at).sum()) + kv_fraction * kv.device_bytes,
         phase_s=phase_s,
-        bottleneck=tuple(_names(problem.groups, num_pool, apart=not problem.pool_shared)[at] for at in worst),
+        bottleneck=tuple(names[place] for place in worst.tolist()),
     )
 
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from strategies.planner.decision import Decision, Moves
-from strategies.planner.folded import Folded, costs_of_loads, num_places
+from strategies.planner.folded import Folded, num_places
 from strategies.planner.improve import best_fraction, exchanges, make_fit, single_moves, wander
 from strategies.planner.problem import evaluate
+from strategies.planner.settled import costs_of_loads, prices_by_home
 from tests.strategies.planner.instances import random_instance
 from tests.strategies.planner.test_problem import APART, HALF_DUPLEX, TOGETHER, random_problem
 
@@ -91,7 +92,7 @@ def test_make_fit_ends_within_all_limits():
         folded = Folded(problem)
         largest = np.where(folded.allowed, folded.bytes, -1).argmax(axis=1)
         decision = Decision(folded, largest, attention=0, fraction=1.0)
-        make_fit(decision, folded.costs(decision.prices(100.0)))
+        make_fit(decision, folded.costs(decision.prices(100.0)), 0.0)
         assert decision.fits
         assert decision.bytes <= folded.adapter_budget_bytes * (1 + 1e-9) + 1
 
@@ -174,4 +175,6 @@ def test_costs_of_loads_are_those_of_places(same_home):
         places[np.setdiff1d(np.arange(len(places)), folded.keep)] = 0.0
         rows = np.arange(0, 30, 1 if same_home else 4)
         want = (folded.work @ places[folded.keep])[rows]
-        np.testing.assert_allclose(costs_of_loads(problem, rows, places), want, rtol=1e-9, atol=1e-15)
+        np.testing.assert_allclose(
+            costs_of_loads(problem, rows, prices_by_home(problem, places)), want, rtol=1e-9, atol=1e-15
+        )

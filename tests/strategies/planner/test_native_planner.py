@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from strategies.native import planner_calls, unavailable
-from strategies.planner import folded, implementation, improve, prices, rounding
-from strategies.planner.decision import Decision, Moves
+from strategies.planner import filling, folded, implementation, improve, prices, rounding, settled
+from strategies.planner import problem as problems
+from strategies.planner.decision import Decision
 from strategies.planner.folded import Folded
 from strategies.planner.optimizer import optimize
 from strategies.planner.problem import violations
@@ -140,7 +141,7 @@ def start(seed, *, n=None):
     columns = np.where(rng.random(len(cheap)) < 0.7, cheap, rng.permuted(of.allowed, axis=1).argmax(axis=1))
     columns = np.where(of.allowed[of.rows, columns], columns, cheap)
     of_seed = Decision(of, columns, attention=seed % 2, fraction=float(rng.random()))
-    improve.make_fit(of_seed, of.costs(of_seed.prices(200.0)))
+    improve.make_fit(of_seed, of.costs(of_seed.prices(200.0)), 0.0)
     return of_seed
 
 
@@ -155,22 +156,47 @@ CHANGES = {
     "soft_exchanges": lambda of, rows: improve.exchanges(of, rows, sharpness=1000.0, rounds=3),
     "wander": lambda of, rows: improve.wander(of, rows, sharpness=300.0, steps=30),
     "best_fraction": lambda of, rows: improve.best_fraction(of),
-    "take_best": lambda of, rows: of.take_best(
-        Moves(rows, of.folded.allowed[rows].argmax(axis=1)), sharpness=200.0, byte_price=1e-12
-    ),
-    "level": lambda of, rows: rounding.level(of, *at_random_prices(of), sharpness=500.0, byte_s=1e-12),
+    "near": lambda of, rows: near(of, decided=True),
+    "near_from_prices": lambda of, rows: near(of, decided=False),
+    "near_mended": lambda of, rows: near(of, decided=True, enough=0.0),
+    "take_cheapest": lambda of, rows: improve.take_cheapest(of, random_costs(of)),
+    "make_fit": lambda of, rows: improve.make_fit(overfull(of), at_random_prices(of)[1], 0.0),
 }
 
 
+def near(of, *, decided, enough=0.9):
+    """Rounds shares of all, or none, at random prices in a node that some columns are not part of."""
+    relaxed, total = at_random_prices(of)
+    if decided:
+        shares = np.random.default_rng(1).random(total.shape) * of.folded.allowed
+        relaxed = relaxed._replace(shares=shares / shares.sum(axis=1, keepdims=True))
+    node = prices.Node(of.attention, np.arange(total.shape[1]) != 1)
+    rounding.near(of, node, relaxed, total, byte_s=1e-12, enough_s=enough * of.value())
+
+
+def random_costs(of):
+    """[M, S], inf where not allowed, and for some rows where they are."""
+    costs = np.where(of.folded.allowed, np.random.default_rng(2).random(of.folded.allowed.shape), np.inf)
+    rows = np.flatnonzero(of.folded.allowed.sum(axis=1) > 1)[::5]
+    costs[rows, of.columns[rows]] = np.inf
+    return costs
+
+
+def overfull(of):
+    """Everyone where it takes most."""
+    largest = np.where(of.folded.allowed, of.folded.bytes, -1.0).argmax(axis=1)
+    of.take(Decision(of.folded, largest, attention=of.attention, fraction=of.wanted))
+    return of
+
+
 def at_random_prices(of):
-    """Shares at prices that are drawn, and the costs there; what takes the most is not usable."""
+    """Prices that are drawn, without shares, and the costs there."""
     rng = np.random.default_rng(len(of.columns))
     places = rng.random(len(of.loads))
     places /= np.add.reduceat(places, of.folded.starts)[of.folded.phase_of]
     byte = 0.1 * of.value() / max(of.folded.budget_bytes, 1.0)
     drawn = prices.Shares(prices.Prices(places, byte, 0.0, 1e-6), np.zeros(0), 0.5)
     total = of.folded.costs(places) + byte * of.folded.bytes
-    total[of.folded.rows[::7], of.columns[::7] - 1] = np.inf
     return drawn, total
 
 
@@ -207,7 +233,7 @@ def test_change_equals_numpy(name, both):
 def test_change_without_rows_changes_nothing_that_rows_do(name):
     of = start(5)
     columns, no_rows = of.columns.copy(), np.zeros(0, int)
-    if name != "level":
+    if not name.startswith(("near", "make_fit", "take_cheapest")):
         CHANGES[name](of, no_rows)
         assert (of.columns == columns).all()
 
@@ -238,12 +264,97 @@ def test_sums_of_a_problem_equal_numpy(seed, both):
         np.testing.assert_allclose(native, reference, rtol=1e-12, atol=1e-300)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_places_that_matter_equal_numpy(seed, both):
+    rng = np.random.default_rng(seed)
+    starts, exists = np.array([0, 3, 4, 9]), rng.random(12) < 0.8
+    exists[starts] = True
+    loads = rng.integers(0, 5, (9, 12)).astype(float)  # some are as long as others
+    native, reference = both(lambda: folded.that_matter(loads, exists, starts, 3))
+    assert (native == reference).all()
+
+
 def test_extremes_of_columns_that_are_allowed_equal_numpy(both):
     load, home = np.random.default_rng(0).random((6, 3, 4)), np.array([0, 2, 2, 0, 2])
     allowed = np.array([[1, 1, 0], [0, 1, 1], [0, 0, 1], [1, 1, 1], [1, 0, 0]], bool)
     native, reference = both(lambda: np.array(folded.extremes(load, np.array([0, 1, 2, 4, 5]), home, 3, allowed)))
     np.testing.assert_allclose(native, reference, rtol=1e-12)
     assert (native[:, 1] == 0).all(), "nobody is at home there"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_relaxed_part_of_a_problem_equals_numpy(seed, both):
+    """Some rows, each for a weight of them, at some places, in a node that not all columns are part of."""
+    problem = random_instance(seed, n=70)
+    of, rng = Folded(problem, fold_idle=False), np.random.default_rng(seed)
+    rows = rng.permutation(len(of.rows))[: int(rng.integers(0, 50))]
+    part = prices.Part(rows, 1.0 + rng.random(len(rows)), of.base * (1 + rng.random()), 0.1 * of.budget_bytes)
+    node = prices.Node(seed % 2, rng.random(of.num_columns) < 0.7, whole=seed % 5 == 0, charged=seed % 3 > 0)
+    places = np.flatnonzero((rng.random(len(of.base)) < 0.8) | np.isin(np.arange(len(of.base)), of.starts))
+    noise = 1e-3 * rng.random((len(rows), of.num_columns)) if seed % 2 else None
+    scale_s = max(float(of.longest(of.base)), 1e-3)
+
+    def run():
+        return prices.relaxed_part(of, node, part, places, scale_s=scale_s, gap=1e-4, noise=noise)
+
+    native, reference = both(run)
+    for found, expected, size in zip(native, reference, (1, 1e-9, 1e-9, scale_s, 1, 1), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fillings_equal_numpy(seed, both):
+    problem = random_instance(seed)
+    of = Folded(problem)
+    fetch = problem.strategies.index("fetch") if seed % 3 else None
+    (native, free), (reference, same) = both(lambda: filling.fillings(of, problem.current[of.live], fetch))
+    assert (native == reference).all()
+    assert free == pytest.approx(same, rel=1e-12, abs=1e-3)
+
+
+def test_closest_and_pressing_rows_equal_numpy(both):
+    for seed in SEEDS:
+        of = start(seed)
+        total = at_random_prices(of)[1]
+        native, reference = both(lambda of=of, total=total: rounding.closest(of, total, 12))
+        assert sorted(native) == sorted(reference)
+        native, reference = both(lambda of=of: rounding.pressing(of, sharpness=300.0, number=9))
+        assert len(set(native) & set(reference)) >= len(reference) - 1, "but for ties"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sample_equals_numpy(seed, both):
+    of = Folded(random_instance(seed, n=150), fold_idle=False)
+    native, reference = both(lambda: folded.sample(of, 20))
+    assert len(np.unique(native)) == 40
+    assert sorted(native[:20]) == sorted(reference[:20])
+    assert (native[20:] == reference[20:]).mean() >= 0.9, "but for ties"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lower_bounds_equal_numpy(seed, both):
+    of = start(seed)
+    drawn, total = at_random_prices(of)
+    at = drawn.prices._replace(adapters=drawn.prices.joint)
+    among = prices.nodes(of.folded)
+    native, reference = both(lambda: prices.lower_bounds(of.folded, at, total, among))
+    assert native.shape == (len(among),)
+    np.testing.assert_allclose(native, reference, rtol=1e-9, atol=1e-9 * of.value())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_rows_of_a_problem_take_equals_numpy(seed, both):
+    problem, rng = random_instance(seed, n=60), np.random.default_rng(seed)
+    rows = rng.permutation(60)[: int(rng.integers(0, 60))]
+    columns = problem.allowed[rows].argmax(axis=1)
+    by_home = rng.random((problem.num_pool_devices + 1, int(np.prod(problem.load_s.shape[2:]))))
+
+    def run():
+        known = settled.settled_rows(problem, rows, problem.allowed.argmax(axis=1), by_home, byte=1e-12, sure=1.02)
+        return *problems.chosen(problem, rows, columns), folded.own(problem, rows, 1e-6, 1e-15), *known
+
+    for native, reference in zip(*both(run), strict=True):
+        np.testing.assert_allclose(native, reference, rtol=1e-12, atol=1e-300)
 
 
 def test_optimize_finds_plans_as_good_as_in_numpy(both):
@@ -301,4 +412,5 @@ def test_native_functions_are_called(monkeypatch):
         optimize(random_instance(seed))
     optimize(random_instance(7), optimize(random_instance(7))[1])
     improve.wander(start(3), np.arange(8), sharpness=None, steps=3)
+    solve(relaxation_problem(1))
     assert called == set(planner_calls._ARGUMENTS)

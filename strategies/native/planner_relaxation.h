@@ -1,13 +1,14 @@
-// The planner's linear relaxation in one call: method, names and limits are those of strategies/planner/relaxation.py.
+// The planner's linear relaxation: method, names and limits are those of strategies/planner/relaxation.py.
 //
 // Rows that load the same places are a group. Numbers of options are kept group by group, in these column by column,
 // [S, rows]: what is summed over the options of a row is a sum of columns, and loops run over the rows side by side.
 // Work is [places of the group, S, rows], so nothing is computed with the zeros of places that a group does not load.
 
+#pragma once
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <map>
 #include <utility>
 #include <vector>
@@ -15,21 +16,10 @@
 #include "planner_sums.h"
 
 namespace plora::planner {
-namespace {
 
 constexpr double kStep = 0.99;      // of the way to the nearest boundary
 constexpr double kFeasible = 1e-3;  // largest violation of a place's limit that counts as none
-constexpr int kWide = 8, kTile = 4;
-
-using Wide = double __attribute__((vector_size(kWide * sizeof(double))));
-
-inline Wide Loaded(const double* from) {
-  Wide wide;
-  std::memcpy(&wide, from, sizeof wide);
-  return wide;
-}
-
-inline double Total(const Wide& wide) { return Sum(kWide, [&](int64_t i) { return wide[i]; }); }
+constexpr int kTile = 4;
 
 // Arrays that live as long as the workspace.
 class Workspace {
@@ -430,15 +420,4 @@ class Relaxation {
   double options_, aim_ = 0.0;
 };
 
-}  // namespace
 }  // namespace plora::planner
-
-extern "C" int64_t plora_plan_relaxation(int64_t rows, int64_t columns, int64_t places, const double* work,
-                                         const double* cost, const uint8_t* allowed, const int64_t* home,
-                                         const int64_t* phase_of, const double* limit, double gap, int64_t most_steps,
-                                         double* shares, double* prices, double* softness) {
-  plora::planner::Relaxation relaxation(rows, columns, places, work, cost, allowed, home, phase_of, limit);
-  int64_t steps = relaxation.Solve(gap, most_steps);
-  relaxation.Give(shares, prices, softness);
-  return steps;
-}
