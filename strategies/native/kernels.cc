@@ -129,8 +129,8 @@ ffi::Error ExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32 own
   return ffi::Error::Success();
 }
 
-// Shrink and expand of all adapters in use; y, [tokens, O] by projection of the group, is added to when `onto`.
-// Adapters of the tokens whose rows of x begin at `first`.
+// Shrink and expand of all adapters in use, of tokens whose rows of x begin at `first`; y, [tokens, O] by projection of
+// the group, is added to when `onto`.
 void RunDelta(int threads, const Any& x, int64_t first, const Any& pages, const I32& layer, const I32& owner,
               const I32& ranks, const F32& scale, const I32& a_pages, const I32& b_pages, const std::vector<float*>& y,
               bool onto, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {

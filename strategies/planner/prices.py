@@ -223,7 +223,7 @@ def relaxed_part(
         noise: [M, S], added to costs as a part of the value; None: nothing.
     """
     prices, shares, fraction = _Builder(folded, node, part, places, scale_s).solve(gap, noise)
-    return *prices, shares, fraction
+    return prices.places, prices.joint, prices.adapters, prices.softness, shares, fraction
 
 
 class _Builder:
