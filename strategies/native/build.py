@@ -6,6 +6,8 @@ compiler, or with PLORA_NATIVE=0, nothing is built and the XLA implementations s
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,10 +16,16 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+
+try:
+    import fcntl
+except ImportError:  # Windows has none: two starts at once build twice
+    fcntl = None
 
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cc")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
@@ -128,16 +136,43 @@ def _library(compiler: str) -> Path:
     if path.exists():
         return path
     directory.mkdir(parents=True, exist_ok=True)
-    # Built under another name and moved, so that two starts at once, or a killed one, leave no half library.
-    handle, name = tempfile.mkstemp(suffix=".so", dir=directory)
-    os.close(handle)
-    try:
-        command = [compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", name]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_LIMIT_S)
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    with _alone_in(directory):
+        if not path.exists():  # another process may have built it meanwhile
+            _build(compiler, path)
     return path
+
+
+def _build(compiler: str, path: Path) -> None:
+    # Under another name and moved, so that a start that is killed leaves no half library.
+    with tempfile.TemporaryDirectory(dir=path.parent) as room:
+
+        def run(*arguments: str) -> None:
+            command = [compiler, *_FLAGS, *arguments]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_LIMIT_S)
+
+        def compiled(source: Path) -> str:
+            to = str(Path(room) / f"{source.stem}.o")
+            run(f"-I{jax.ffi.include_dir()}", "-c", str(source), "-o", to)
+            return to
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+            objects = list(threads.map(compiled, _SOURCES))
+        run(*objects, "-o", f"{room}/{path.name}")
+        os.replace(f"{room}/{path.name}", path)
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Waits until no other process is in here; one that is killed is not."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def cpu_flags() -> str:

@@ -1,5 +1,7 @@
 """What happens where the native kernels cannot be built."""
 
+import concurrent.futures
+
 import pytest
 
 from strategies.native import build
@@ -33,6 +35,17 @@ def test_unavailable_compiler_that_fails_gives_its_first_line_and_leaves_no_file
     monkeypatch.setenv("CXX", str(compiler))
     assert unavailable() == f"{compiler} could not build the native kernels (exit status 3): fatal: out of patience"
     assert [p.name for p in tmp_path.iterdir()] == ["cxx"]
+
+
+def test_starts_at_once_build_one_library(tmp_path):
+    compiler, calls = tmp_path / "cxx", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho >> {calls}\nsleep 0.05\nfor last; do :; done\ntouch "$last"\n')
+    compiler.chmod(0o755)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        paths = set(threads.map(build._library, [str(compiler)] * 4))
+    assert len(paths) == 1
+    assert calls.read_text().count("\n") == len(build._SOURCES) + 1, "each source once, and the link"
+    assert {p.name for p in tmp_path.iterdir()} == {"cxx", "calls", *(path.name for path in paths)}
 
 
 def test_function_without_a_library_says_why(monkeypatch):
