@@ -96,7 +96,8 @@ def engine_problems(config: EngineConfig, adapters: Mapping[str, str] = MappingP
         try:
             check_adapter_files(path, name=name)
         except (ValueError, OSError) as error:
-            problems.append(f"--lora_modules {name}={path}: {error}")
+            several = "; repeat the flag for each adapter" if "=" in path.partition(",")[2] else ""
+            problems.append(f"--lora_modules {name}={path}: {error}{several}")
     return problems
 
 

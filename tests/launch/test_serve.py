@@ -26,7 +26,7 @@ from launch.flags import StartError
 from launch.greeting import server_url
 from launch.http import HttpConfig
 from launch.serve import check
-from launch.startup import parse_lora_modules, read_template, shipped_adapters, start_engine
+from launch.startup import engine_problems, parse_lora_modules, read_template, shipped_adapters, start_engine
 from plora_jax.engine.build import EngineConfig
 from tests.launch.small_engine import PACK, ROOT, small_config, small_flags
 
@@ -265,6 +265,11 @@ def test_lora_modules_of_another_form_are_refused(entries, says):
     with pytest.raises(StartError) as caught:
         parse_lora_modules(entries)
     assert says in str(caught.value)
+
+
+def test_lora_modules_in_one_flag_are_refused_with_what_to_write():
+    (problem,) = engine_problems(EngineConfig(), parse_lora_modules(["a=/no/x,b=/no/y"]))
+    assert problem.endswith("the directory /no/x,b=/no/y does not exist; repeat the flag for each adapter")
 
 
 def test_lora_modules_are_read_in_both_forms():

@@ -159,19 +159,21 @@ CHANGES = {
     "near": lambda of, rows: near(of, decided=True),
     "near_from_prices": lambda of, rows: near(of, decided=False),
     "near_mended": lambda of, rows: near(of, decided=True, enough=0.0),
+    "near_levelled": lambda of, rows: near(of, decided=True, enough=0.0, bytes_count=True),
     "take_cheapest": lambda of, rows: improve.take_cheapest(of, random_costs(of)),
     "make_fit": lambda of, rows: improve.make_fit(overfull(of), at_random_prices(of)[1], 0.0),
 }
 
 
-def near(of, *, decided, enough=0.9):
+def near(of, *, decided, enough=0.9, bytes_count=False):
     """Rounds shares of all, or none, at random prices in a node that some columns are not part of."""
     relaxed, total = at_random_prices(of)
     if decided:
         shares = np.random.default_rng(1).random(total.shape) * of.folded.allowed
         relaxed = relaxed._replace(shares=shares / shares.sum(axis=1, keepdims=True))
     node = prices.Node(of.attention, np.arange(total.shape[1]) != 1)
-    rounding.near(of, node, relaxed, total, byte_s=1e-12, enough_s=enough * of.value())
+    byte_s = 3 * relaxed.prices.joint + of.value() / max(of.folded.most_bytes, 1.0) if bytes_count else 1e-12
+    rounding.near(of, node, relaxed, total, byte_s=byte_s, enough_s=enough * of.value())
 
 
 def random_costs(of):
@@ -227,6 +229,26 @@ def test_change_equals_numpy(name, both):
             assert native.wanted == pytest.approx(reference.wanted, abs=1e-9)
     assert changed > len(SEEDS) / 3
     assert others <= len(SEEDS) / 10, "equal moves may be taken in another order, but few are equal"
+
+
+def test_near_levels_before_it_mends(monkeypatch):
+    """Without levelling numpy ends elsewhere than native does, with it in the same place."""
+    ends = []
+    for level in (rounding.level, lambda *args, **options: None):
+        monkeypatch.setattr(implementation, "is_native", lambda: False)
+        monkeypatch.setattr(rounding, "level", level)
+        ends.append([])
+        for seed in range(20):
+            of = start(seed)
+            CHANGES["near_levelled"](of, None)
+            ends[-1].append(of.value())
+    monkeypatch.undo()
+    native = [start(seed) for seed in range(20)]
+    for of in native:
+        CHANGES["near_levelled"](of, None)
+    found, (with_it, without) = np.array([of.value() for of in native]), np.array(ends)
+    assert (np.isclose(found, with_it, rtol=1e-6)).sum() >= 18
+    assert (~np.isclose(with_it, without, rtol=1e-6)).sum() >= 5
 
 
 @pytest.mark.parametrize("name", CHANGES)
