@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import statistics
 
 import pytest
 from rich.console import Console
@@ -54,6 +55,7 @@ def test_report_has_a_row_a_point_and_the_machine(measured):
 
 def test_breakdown_parts_add_up_and_know_their_limits(measured):
     report, _ = measured
+    unnamed: dict[str, list[float]] = {"decode": [], "prefill": []}
     for point in json.loads(json.dumps(report.as_json()))["points"]:
         by_kind = {b["title"].split()[0]: b for b in point["breakdowns"]}
         assert by_kind.keys() == {"decode", "prefill"}
@@ -75,8 +77,9 @@ def test_breakdown_parts_add_up_and_know_their_limits(measured):
                 assert parts[name]["bound"] in ("memory", "arithmetic")
             # Programs always ask whether any adapter is used; only where one is there is something to read.
             assert (parts[f"{kind} adapters"]["limit_s"] is not None) == (point["adapters"] > 0)
-            unnamed = sum(part["share"] for name, part in parts.items() if name.startswith("unnamed"))
-            assert unnamed < 0.3
+            unnamed[kind].append(sum(part["share"] for name, part in parts.items() if name.startswith("unnamed")))
+    # In most of the points: a machine that is busy elsewhere may hold up any one part of a step of microseconds.
+    assert {kind: statistics.median(shares) < 0.2 for kind, shares in unnamed.items()} == dict.fromkeys(unnamed, True)
 
 
 def test_breakdown_shows_every_part_from_5_percent_on(measured):
