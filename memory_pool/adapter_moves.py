@@ -59,7 +59,7 @@ class AdapterCopies:
                 side.device, side.coming = side.coming, None
         if to:
             moved = self._memory.load_adapters(to, source)
-            useful *= self._memory.layout.dtype.itemsize
+            useful *= self._memory.layout.adapter_dtype.itemsize
             self._count(Crossing("adapter", strategy, "to_device", "load"), moved, useful)
             control = self._memory.control_bytes(len(to))
             self._count(Crossing("control", strategy, "to_pool", "load"), control, control)

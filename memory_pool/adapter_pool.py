@@ -29,6 +29,7 @@ from memory_pool.adapter_moves import AdapterCopies, AdapterMoves
 from memory_pool.adapter_streams import AdapterFacts
 from memory_pool.adapter_writer import AdapterWriter
 from memory_pool.eviction import EvictionPolicy, LeastRecentlyUsed
+from memory_pool.int8_adapters import quantize_modules
 from memory_pool.ledger import Ledger
 from memory_pool.page_memory import PageMemory
 from memory_pool.pages import PageAllocator
@@ -163,8 +164,9 @@ class AdapterPool:
         Raises:
             CapacityError: its rank is too large, or the pool has no room for it. Nothing is left of it then.
         """
+        modules = quantize_modules(adapter.modules) if self._layout.int8_adapters else adapter.modules
         entry = Entry.of(
-            adapter.modules,
+            modules,
             self._layout,
             stripes=self.num_stripes,
             shards=self._memory.num_shards,
@@ -172,7 +174,7 @@ class AdapterPool:
             max_rank=self._max_rank,
         )
         entry.pinned = pinned
-        self._writer.write(entry, adapter.modules, self.between_steps)
+        self._writer.write(entry, modules, self.between_steps)
         with self._lock:
             assert adapter.identity not in self._entries, adapter.identity
             self._entries[adapter.identity] = entry

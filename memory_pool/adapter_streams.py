@@ -105,7 +105,7 @@ def pack(modules: Modules, layout: PageLayout, ranks: np.ndarray, *, stripe: int
     """The pages of one stripe of an adapter.
 
     Args:
-        modules: its matrices.
+        modules: its matrices, in integers where the layout keeps adapters as int8.
         layout: of a page on one shard.
         ranks: [J] rank components of this stripe.
         stripe: which one.
@@ -116,8 +116,10 @@ def pack(modules: Modules, layout: PageLayout, ranks: np.ndarray, *, stripe: int
     """
     counts = layout.a_pages(ranks.tolist()), layout.b_pages(ranks.tolist())
     pages = np.zeros((layout.num_shards, layout.num_layers, sum(counts) * layout.page_width), raw_dtype(layout.dtype))
-    a_blocks = dict(_blocks(pages, layout, ranks, units=layout.a_units, start=0))
-    b_blocks = dict(_blocks(pages, layout, ranks, units=layout.b_units, start=counts[0] * layout.page_width))
+    numbers = pages.view(raw_dtype(layout.adapter_dtype))
+    b_start = counts[0] * layout.page_width * layout.adapter_numbers
+    a_blocks = dict(_blocks(numbers, layout, ranks, units=layout.a_units, start=0))
+    b_blocks = dict(_blocks(numbers, layout, ranks, units=layout.b_units, start=b_start))
     for (layer, name), m in modules.items():
         cut = layout.projections[name]
         for blocks, rows, shares in (
@@ -130,12 +132,12 @@ def pack(modules: Modules, layout: PageLayout, ranks: np.ndarray, *, stripe: int
 
 
 def _blocks(
-    pages: np.ndarray, layout: PageLayout, ranks: np.ndarray, *, units: tuple[int, ...], start: int
+    numbers: np.ndarray, layout: PageLayout, ranks: np.ndarray, *, units: tuple[int, ...], start: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Views [n, L, R, width] of each projection's rows in a stream that starts at number `start`."""
     for name, rank, count in zip(layout.names, ranks.tolist(), units, strict=True):
-        width = count * layout.unit
-        yield name, pages[..., start : start + rank * width].reshape(*pages.shape[:2], rank, width)
+        width = count * layout.unit * layout.adapter_numbers
+        yield name, numbers[..., start : start + rank * width].reshape(*numbers.shape[:2], rank, width)
         start += rank * width
 
 
@@ -150,4 +152,5 @@ def _write_rows(block_LRW: np.ndarray, rows: np.ndarray, layer: int) -> None:
 
 
 def _raw(matrix: np.ndarray, layout: PageLayout) -> np.ndarray:
-    return np.ascontiguousarray(matrix).astype(layout.dtype, copy=False).view(raw_dtype(layout.dtype))
+    dtype = layout.adapter_dtype
+    return np.ascontiguousarray(matrix).astype(dtype, copy=False).view(raw_dtype(dtype))

@@ -9,8 +9,11 @@ adapter's rank; only the last page of an adapter's A, and of its B, may have roo
     A stream: for each projection in order, its rank rows of I / U units; B stream: its rank columns of O / U units.
     unit u of a stream lies in the stream's page u // (W / U), at number (u % (W / U)) * U of the layer's row.
 
+Adapters as int8 (`memory_pool.int8_adapters`) lie the same way, as many of their numbers in a raw number as have room.
+
 Projections outside the layers (embedding, head) are far wider than they are deep; their rows are spread over the L
-layers of a page: row i takes ceil(width / L U) units, layer l holds the numbers from l * units * U on.
+layers of a page: row i takes ceil(width / L U) units, layer l holds the numbers from l * units * U on (U in numbers of
+the adapter).
 
 With tensor parallelism every width is that of one shard: page numbers are the same on all shards, contents differ.
 """
@@ -60,6 +63,7 @@ class PageLayout:
         projections: cuts by projection name; their order is that of the streams.
         dtype: of the numbers, which are kept as raw bits.
         int8_kv: keys and values are int8 with a scale a token and head; adapters are of `dtype` all the same.
+        int8_adapters: the same of adapters, whose scales are those of their lane.
     """
 
     num_layers: int
@@ -69,6 +73,7 @@ class PageLayout:
     projections: Mapping[str, Cut]
     dtype: np.dtype
     int8_kv: bool = False
+    int8_adapters: bool = False
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -97,11 +102,22 @@ class PageLayout:
         """Bytes of a number of keys or values as it is kept, its part of a scale included."""
         return self.head_width * self.dtype.itemsize / (self.page_tokens * self.head_dim)
 
+    @property
+    def adapter_dtype(self) -> np.dtype:
+        """Of the numbers of A and B."""
+        return np.dtype(np.int8) if self.int8_adapters else self.dtype
+
+    @property
+    def adapter_numbers(self) -> int:
+        """Numbers of A or B in a raw number."""
+        return self.dtype.itemsize // self.adapter_dtype.itemsize
+
     @functools.cached_property
     def unit(self) -> int:
-        """U: numbers of a unit."""
+        """U: raw numbers of a unit."""
         widths = [s[1] - s[0] for c in self.projections.values() if not c.spread for s in (c.out[0], c.inputs[0])]
-        return math.gcd(self.page_width, *widths)
+        assert all(width % self.adapter_numbers == 0 for width in widths), widths
+        return math.gcd(self.page_width, *(width // self.adapter_numbers for width in widths))
 
     @functools.cached_property
     def units_per_page(self) -> int:
@@ -128,11 +144,11 @@ class PageLayout:
 
     def in_width(self, name: str) -> int:
         """Numbers of a row of A in one layer of a page."""
-        return self.a_units[self.index(name)] * self.unit
+        return self.a_units[self.index(name)] * self.unit * self.adapter_numbers
 
     def out_width(self, name: str) -> int:
         """Numbers of a column of B in one layer of a page."""
-        return self.b_units[self.index(name)] * self.unit
+        return self.b_units[self.index(name)] * self.unit * self.adapter_numbers
 
     def a_pages(self, ranks: Sequence[int]) -> int:
         """Pages of A of an adapter with these ranks [J]."""
@@ -143,8 +159,8 @@ class PageLayout:
         return self._pages(ranks, self.b_units)
 
     def _units(self, share: tuple[int, int], spread: bool) -> int:
-        width = share[1] - share[0]
-        return -(-width // (self.num_layers * self.unit)) if spread else width // self.unit
+        width, unit = share[1] - share[0], self.unit * self.adapter_numbers
+        return -(-width // (self.num_layers * unit)) if spread else width // unit
 
     def _pages(self, ranks: Sequence[int], units: tuple[int, ...]) -> int:
         return -(-sum(r * u for r, u in zip(ranks, units, strict=True)) // self.units_per_page)

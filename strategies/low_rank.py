@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from memory_pool.layout import PageLayout
-from memory_pool.raw import from_raw
+from memory_pool.raw import from_raw, recast
 from strategies.lanes import Stripe, rows_of
 
 CHUNK_ROWS = 64
@@ -179,7 +179,7 @@ def shrink(
         own_TR = (lane.owner[:, None] >= 0) & (rank_R[None, :] < _take(ranks_E, owner_T)[:, None])
 
         def step(i: jax.Array, m_TR: jax.Array) -> jax.Array:
-            a_CI = from_raw(gather(pages_LPW, layer, lane, i, layout=layout, name=name, side="a"), layout.dtype)
+            a_CI = _opened(gather(pages_LPW, layer, lane, i, layout=layout, name=name, side="a"), layout)
             m_TC = _scaled_products(x_TI, a_CI, _scale(lane, components(lane, i, index), layer, index))
             in_chunk = at_TR - i * CHUNK_ROWS
             here = own_TR & (in_chunk >= 0) & (in_chunk < CHUNK_ROWS)
@@ -227,7 +227,7 @@ def expand(
 
         def step(i: jax.Array, y_TO: jax.Array) -> jax.Array:
             found = components(lane, i, index)
-            b_CO = from_raw(gather(pages_LPW, layer, lane, i, layout=layout, name=name, side="b"), layout.dtype)
+            b_CO = _opened(gather(pages_LPW, layer, lane, i, layout=layout, name=name, side="b"), layout)
             m_TC = m_TR.at[:, jnp.minimum(found.rank, max_rank - 1)].get(mode="promise_in_bounds")
             return y_TO + _expand_chunk(m_TC, b_CO.astype(m_TR.dtype), lane.owner, found.owner)
 
@@ -278,7 +278,7 @@ def delta(
         def step(i: jax.Array, y_TO: jax.Array) -> jax.Array:
             found = components(lane, i, index)
             a_CI, b_CO = (
-                from_raw(gather(pages_LPW, layer, lane, i, layout=layout, name=name, side=side), layout.dtype)
+                _opened(gather(pages_LPW, layer, lane, i, layout=layout, name=name, side=side), layout)
                 for side in ("a", "b")
             )
             m_TC = _scaled_products(x_TI, a_CI, _scale(lane, found, layer, index)).astype(x_TI.dtype)
@@ -334,6 +334,11 @@ def add_rows(sums: Sequence[jax.Array], parts: Sequence[jax.Array], *, first: in
         return lax.dynamic_update_slice_in_dim(sum_NO, rows_TO, first, 0)
 
     return tuple(map(one, sums, parts))
+
+
+def _opened(rows_CW: jax.Array, layout: PageLayout) -> jax.Array:
+    """Raw rows as numbers of A or B."""
+    return (recast if layout.int8_adapters else from_raw)(rows_CW, layout.adapter_dtype)
 
 
 def _scaled_products(x_TI: jax.Array, a_CI: jax.Array, scale_C: jax.Array) -> jax.Array:

@@ -134,8 +134,8 @@ def _streamed(bucket: LoraBucket, use: LoraUse, name: str, sides: tuple[str, ...
 
 
 def _numbers(bucket: LoraBucket, strategy: str, item: str, direction: Direction, numbers: _Numbers) -> Bytes:
-    size = LinkBytes(numbers.moved * bucket.item, numbers.useful * bucket.item)
-    return Crossing(item, strategy, direction, bucket.phase), size
+    width = bucket.adapter_item if item == "adapter" else bucket.item
+    return Crossing(item, strategy, direction, bucket.phase), LinkBytes(numbers.moved * width, numbers.useful * width)
 
 
 def _control(bucket: LoraBucket, strategy: str, words: _Numbers) -> Bytes:

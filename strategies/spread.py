@@ -61,7 +61,8 @@ def lookup(
     Cost:
         T * R numbers gathered.
     """
-    index, unit, per_page = layout.index(name), layout.unit, layout.units_per_page
+    index, per_page, together = layout.index(name), layout.units_per_page, layout.adapter_numbers
+    unit = layout.unit * together
     owner_T, rank_R = jnp.maximum(lane.owner, 0), count_up(lane.owner, max_rank)
     starts_E = _of_projection(lane.ranks, index) * 0
     for before in range(index):
@@ -71,8 +72,12 @@ def lookup(
     entry_TR = jnp.minimum(unit_TR // per_page, lane.a_pages.shape[1] - 1)
     page_TR = lane.a_pages.at[owner_T[:, None], entry_TR].get(mode="promise_in_bounds")
     layer_T1 = (tokens_T // layout.in_width(name))[:, None]
-    place_TR = unit_TR % per_page * unit + (at_T % unit)[:, None]
-    a_TR = from_raw(take(pages_LPW, layer_T1, page_TR, place_TR), layout.dtype)
+    place_TR = unit_TR % per_page * layout.unit + (at_T % unit // together)[:, None]
+    raw_TR = take(pages_LPW, layer_T1, page_TR, place_TR)
+    if together > 1:
+        shift_T = (8 * (at_T % together)).astype(raw_TR.dtype)
+        raw_TR = lax.shift_right_logical(raw_TR, jnp.broadcast_to(shift_T[:, None], raw_TR.shape)).astype(jnp.uint8)
+    a_TR = from_raw(raw_TR, layout.adapter_dtype)
     own_TR = (lane.owner[:, None] >= 0) & (rank_R[None, :] < _take(_of_projection(lane.ranks, index), owner_T)[:, None])
     m_TR = a_TR.astype(jnp.float32) * _take(_of_projection(lane.scale[:, 0], index), owner_T)[:, None]
     return lax.select(own_TR, m_TR, fill(lane.owner, m_TR.shape, jnp.float32)).astype(layout.dtype)

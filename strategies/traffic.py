@@ -71,8 +71,13 @@ class LoraBucket:
 
     @functools.cached_property
     def item(self) -> int:
-        """Bytes of a number, all shards together."""
+        """Bytes of a number of x, of y or of what is between, all shards together."""
         return self.shards * self.layout.dtype.itemsize
+
+    @functools.cached_property
+    def adapter_item(self) -> int:
+        """Bytes of a number of A or B, all shards together."""
+        return self.shards * self.layout.adapter_dtype.itemsize
 
     def x_bytes(self, changed: Groups) -> int:
         """Inputs of some groups to all stripes, of all layers."""
@@ -186,10 +191,10 @@ def fetch(bucket: LoraBucket, use: LoraUse) -> list[Bytes]:
     """Chunks of A and B to the device."""
     chunks_P = chunks(use.facts.totals)[:, bucket.indices].sum(axis=0)
     layers = bucket.layout.num_layers
-    moved = int(chunks_P @ bucket.component_numbers) * CHUNK_ROWS * layers * bucket.item
+    moved = int(chunks_P @ bucket.component_numbers) * CHUNK_ROWS * layers * bucket.adapter_item
     calls = 2 * int(chunks_P.sum()) * layers
     return [
-        crossed("adapter", "fetch", "to_device", bucket.phase, moved, use.facts.numbers * bucket.item),
+        crossed("adapter", "fetch", "to_device", bucket.phase, moved, use.facts.numbers * bucket.adapter_item),
         control("fetch", bucket.phase, 2 * WORD * calls * bucket.shards),
     ]
 

@@ -104,6 +104,7 @@ class Deployment:
         """The compute dtype, and those of what is quantised: "bfloat16, int8 weights, int8 KV"."""
         config, parts = self.config, [self.dtype]
         parts += [f"{config.quantization} weights"] if config.quantization != "none" else []
+        parts += [f"{config.lora_dtype} adapters"] if config.lora_dtype != "auto" else []
         parts += [f"{config.kv_cache_dtype} KV"] if config.kv_cache_dtype != "auto" else []
         return ", ".join(parts)
 
@@ -253,17 +254,25 @@ def page_layout(parallel: TensorParallel, config: EngineConfig, *, dtype: np.dty
 
     Args:
         parallel: how the model is cut.
-        config: of which the sizes and dtype of KV pages count.
-        dtype: of adapters, and of KV unless it is int8.
+        config: of which the sizes of KV pages and the dtypes count.
+        dtype: of adapters, and of KV, unless they are int8.
 
     Raises:
-        ValueError: int8 keys of this head dim are no whole numbers of `dtype`.
+        ValueError: int8 keys of this head dim, or rows of int8 adapters, are no whole numbers of `dtype`.
     """
     shard, int8_kv = parallel.shard_config, config.kv_cache_dtype == "int8"
     if int8_kv and shard.head_dim % dtype.itemsize:
         raise ValueError(
             f"--kv_cache_dtype int8 needs a head dim that is a multiple of {dtype.itemsize} beside {dtype}, and that "
             f"of {shard.architecture} is {shard.head_dim}: use --kv_cache_dtype auto"
+        )
+    int8_adapters = config.lora_dtype == "int8"
+    shares = [share for cut in parallel.cuts.values() if not cut.spread for share in (cut.out[0], cut.inputs[0])]
+    odd = sorted({stop - start for start, stop in shares if (stop - start) % dtype.itemsize})
+    if int8_adapters and odd:
+        raise ValueError(
+            f"--lora_dtype int8 needs widths that are multiples of {dtype.itemsize} beside {dtype}, and projections of "
+            f"{shard.architecture} on a shard have {', '.join(map(str, odd))}: use --lora_dtype auto"
         )
     return PageLayout(
         num_layers=shard.num_layers,
@@ -273,6 +282,7 @@ def page_layout(parallel: TensorParallel, config: EngineConfig, *, dtype: np.dty
         projections=parallel.cuts,
         dtype=dtype,
         int8_kv=int8_kv,
+        int8_adapters=int8_adapters,
     )
 
 

@@ -11,7 +11,7 @@ from plora_jax.engine.plan_worker import POLICIES
 from plora_jax.model import QUANTIZATIONS
 from strategies.strategy_table import ATTENTION, LORA
 
-KV_CACHE_DTYPES = ("auto", "int8")
+KV_CACHE_DTYPES = LORA_DTYPES = ("auto", "int8")
 DEFAULT_CACHE_DIR = "~/.cache/plora_jax/programs"
 
 
@@ -29,6 +29,9 @@ class EngineConfig:
             8-bit integers by blocks of 32, and int8 for whatever the file has otherwise; steps read a third, so few
             requests at once are fastest so, and many with int8. `launch.bench quality` measures what each loses for any
             model. Embeddings, norms, adapters and KV keep their dtype.
+        lora_dtype: "auto" (as dtype says), or "int8": adapters as 8-bit integers, rounded once, when they are loaded,
+            with a scale for each row of A and for each B. They take half the bytes of bfloat16 in the pool, on the
+            device and in every step, and their part of a result changes by some 1 %.
         kv_cache_dtype: "auto" (as dtype says), or "int8": keys and values as 8-bit integers with a scale for each token
             and head, rounded once, when they are written. Pages take little more than half the bytes of bfloat16, so
             the pool and device_kv_mb hold nearly twice the tokens.
@@ -64,6 +67,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
     quantization: str = "none"
+    lora_dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 32
@@ -114,6 +118,7 @@ class EngineConfig:
             problems.append(f"--pool_memory_gb must be above 0, got {self.pool_memory_gb}")
         for name, choices in (
             ("quantization", QUANTIZATIONS),
+            ("lora_dtype", LORA_DTYPES),
             ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("lora_strategy", ("auto", *LORA)),
             ("attention_strategy", ("auto", *ATTENTION)),

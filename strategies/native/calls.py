@@ -52,7 +52,8 @@ def shrink(
         lane.scale,
         lane.a_pages,
         group=_indices(layout, group),
-        a_widths=_widths(layout.a_units, layout),
+        int8=layout.int8_adapters,
+        a_widths=_widths(layout, layout.in_width),
     )
 
 
@@ -83,7 +84,8 @@ def expand(
             lane.ranks,
             lane.b_pages,
             group=_indices(layout, group),
-            b_widths=_widths(layout.b_units, layout),
+            int8=layout.int8_adapters,
+            b_widths=_widths(layout, layout.out_width),
         )
     )
 
@@ -120,8 +122,9 @@ def delta(
             lane.a_pages,
             lane.b_pages,
             group=_indices(layout, group),
-            a_widths=_widths(layout.a_units, layout),
-            b_widths=_widths(layout.b_units, layout),
+            int8=layout.int8_adapters,
+            a_widths=_widths(layout, layout.in_width),
+            b_widths=_widths(layout, layout.out_width),
             max_rank=np.int64(max_rank),
         )
     )
@@ -161,8 +164,9 @@ def add(
             *operands,
             *sums,
             group=_indices(layout, group),
-            a_widths=_widths(layout.a_units, layout),
-            b_widths=_widths(layout.b_units, layout),
+            int8=layout.int8_adapters,
+            a_widths=_widths(layout, layout.in_width),
+            b_widths=_widths(layout, layout.out_width),
             max_rank=np.int64(max_rank),
             first=np.int64(first),
         )
@@ -182,7 +186,7 @@ def rows(
         lane.ranks,
         tables_EM,
         chunk,
-        widths=_widths(units, layout),
+        widths=np.array(units, np.int32) * np.int32(layout.unit),
         projection=np.int32(index),
     )
 
@@ -353,5 +357,5 @@ def _indices(layout: PageLayout, group: tuple[str, ...]) -> np.ndarray:
     return np.array([layout.index(name) for name in group], np.int32)
 
 
-def _widths(units: tuple[int, ...], layout: PageLayout) -> np.ndarray:
-    return np.array(units, np.int32) * np.int32(layout.unit)
+def _widths(layout: PageLayout, width: Callable[[str], int]) -> np.ndarray:
+    return np.array([width(name) for name in layout.names], np.int32)

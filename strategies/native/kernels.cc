@@ -87,7 +87,7 @@ void RunPieces(int threads, const std::vector<Piece>& pieces, const Task& task) 
 constexpr int kRowGrain = 4, kColumnGrain = 64;
 
 ffi::Error ShrinkImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
-                      ffi::Result<Any> out, Ints group, Ints a_widths) {
+                      ffi::Result<Any> out, Ints group, bool int8, Ints a_widths) {
   int64_t tokens = x.dimensions()[0], max_rank = out->dimensions()[2];
   Users users(owner.typed_data(), tokens, ranks.dimensions()[0]);
   std::memset(out->untyped_data(), 0, out->size_bytes());
@@ -102,7 +102,7 @@ ffi::Error ShrinkImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 own
     int64_t at = layer.typed_data()[0];
     RunPieces(pool.num_threads(), pieces, ShrinkTask<T, X, M>{a, users, Numbers<X>(x), scale, at, group, tokens, max_rank, m});
   };
-  ForTypes(pages, x, [&](auto page_type, auto x_type) {
+  ForAdapterTypes(pages, int8, x, [&](auto page_type, auto x_type) {
     if (out->element_type() == ffi::BF16) {
       run(page_type, x_type, static_cast<uint16_t*>(out->untyped_data()));
     } else {
@@ -113,14 +113,14 @@ ffi::Error ShrinkImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 own
 }
 
 ffi::Error ExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32 owner, I32 ranks, I32 b_pages,
-                      ffi::RemainingRets rets, Ints group, Ints b_widths) {
+                      ffi::RemainingRets rets, Ints group, bool int8, Ints b_widths) {
   int64_t tokens = m.dimensions()[1], max_rank = m.dimensions()[2];
   Users users(owner.typed_data(), tokens, ranks.dimensions()[0]);
   auto y = Results<float>(rets, owner, ranks, group, max_rank);
   auto width = [&](int projection) { return b_widths[projection]; };
   auto columns = [&](int, int projection) { return b_widths[projection]; };
   auto pieces = Cut(WholePieces(users, ranks, group, max_rank, columns, width), pool.num_threads(), kColumnGrain);
-  ForTypes(pages, m, [&](auto page_type, auto m_type) {
+  ForAdapterTypes(pages, int8, m, [&](auto page_type, auto m_type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
     using M = std::remove_const_t<std::remove_pointer_t<decltype(m_type)>>;
     auto b = SideOf<T>(pages, layer, ranks, b_pages, b_widths);
@@ -133,7 +133,7 @@ ffi::Error ExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32 own
 // the group, is added to when `onto`.
 void RunDelta(int threads, const Any& x, int64_t first, const Any& pages, const I32& layer, const I32& owner,
               const I32& ranks, const F32& scale, const I32& a_pages, const I32& b_pages, const std::vector<float*>& y,
-              bool onto, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {
+              bool onto, Ints group, bool int8, Ints a_widths, Ints b_widths, int64_t max_rank) {
   int64_t tokens = owner.dimensions()[0];
   Users users(owner.typed_data(), tokens, ranks.dimensions()[0]);
   auto rows = [](int rank, int) { return rank; };
@@ -150,7 +150,7 @@ void RunDelta(int threads, const Any& x, int64_t first, const Any& pages, const 
   }
   // A task is an adapter's shrink and expand when no thread would wait long for another; else each is cut.
   bool whole = largest * threads <= total || total < kWorthAThread;
-  ForTypes(pages, x, [&](auto page_type, auto x_type) {
+  ForAdapterTypes(pages, int8, x, [&](auto page_type, auto x_type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(page_type)>>;
     using X = std::remove_const_t<std::remove_pointer_t<decltype(x_type)>>;
     std::unique_ptr<X[]> m(new X[group.size() * tokens * max_rank]);
@@ -186,19 +186,19 @@ void RunDelta(int threads, const Any& x, int64_t first, const Any& pages, const 
 }
 
 ffi::Error DeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
-                     I32 b_pages, ffi::RemainingRets rets, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {
+                     I32 b_pages, ffi::RemainingRets rets, Ints group, bool int8, Ints a_widths, Ints b_widths, int64_t max_rank) {
   DeltaResults y(rets, owner, ranks, group, max_rank);
-  RunDelta(pool.num_threads(), x, 0, pages, layer, owner, ranks, scale, a_pages, b_pages, y.Arrays(), false, group, a_widths,
-           b_widths, max_rank);
+  RunDelta(pool.num_threads(), x, 0, pages, layer, owner, ranks, scale, a_pages, b_pages, y.Arrays(), false, group, int8,
+           a_widths, b_widths, max_rank);
   y.Finish(pool.num_threads());
   return ffi::Error::Success();
 }
 
 ffi::Error AddImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
-                   I32 b_pages, ffi::RemainingArgs, ffi::RemainingRets sums, Ints group, Ints a_widths, Ints b_widths,
-                   int64_t max_rank, int64_t first) {
+                   I32 b_pages, ffi::RemainingArgs, ffi::RemainingRets sums, Ints group, bool int8, Ints a_widths,
+                   Ints b_widths, int64_t max_rank, int64_t first) {
   auto y = RowsFrom(sums, group, first);
-  RunDelta(pool.num_threads(), x, first, pages, layer, owner, ranks, scale, a_pages, b_pages, y, true, group, a_widths,
+  RunDelta(pool.num_threads(), x, first, pages, layer, owner, ranks, scale, a_pages, b_pages, y, true, group, int8, a_widths,
            b_widths, max_rank);
   return ffi::Error::Success();
 }

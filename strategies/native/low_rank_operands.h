@@ -32,12 +32,20 @@ void ForTypes(const Any& pages, const Any& x, F f) {
   const uint32_t* w = nullptr;
   half ? (half_x ? f(h, h) : f(h, w)) : (half_x ? f(w, h) : f(w, w));
 }
+// The same of adapters, whose numbers in the pages are integers when `int8`.
+template <typename F>
+void ForAdapterTypes(const Any& pages, bool int8, const Any& x, F f) {
+  const int8_t* number = nullptr;
+  ForTypes(pages, x, [&](auto of_pages, auto of_x) { int8 ? f(number, of_x) : f(of_pages, of_x); });
+}
 
+// A or B of a layer, whose numbers may be narrower than the pages' raw ones.
 template <typename T>
 Side<T> SideOf(const Any& pages, const I32& layer, const I32& ranks, const I32& tables, Ints widths) {
   auto sizes = pages.dimensions();
-  const T* first = Numbers<T>(pages) + layer.typed_data()[0] * sizes[1] * sizes[2];
-  return {first, sizes[2], tables.typed_data(), tables.dimensions()[1], ranks.typed_data(), widths};
+  const int64_t width = sizes[2] * (pages.element_type() == ffi::U16 ? 2 : 4) / sizeof(T);
+  const T* first = Numbers<T>(pages) + layer.typed_data()[0] * sizes[1] * width;
+  return {first, width, tables.typed_data(), tables.dimensions()[1], ranks.typed_data(), widths};
 }
 
 // The results' arrays, of floats or of raw bfloat16, with zeros where no piece will write.
@@ -139,6 +147,7 @@ inline auto ShrinkOperands() {
       .Arg<I32>()
       .Ret<Any>()
       .Attr<Ints>("group")
+      .Attr<bool>("int8")
       .Attr<Ints>("a_widths");
 }
 inline auto ExpandOperands() {
@@ -152,6 +161,7 @@ inline auto ExpandOperands() {
       .Arg<I32>()
       .RemainingRets()
       .Attr<Ints>("group")
+      .Attr<bool>("int8")
       .Attr<Ints>("b_widths");
 }
 inline auto DeltaOperands() {
@@ -167,6 +177,7 @@ inline auto DeltaOperands() {
       .Arg<I32>()
       .RemainingRets()
       .Attr<Ints>("group")
+      .Attr<bool>("int8")
       .Attr<Ints>("a_widths")
       .Attr<Ints>("b_widths")
       .Attr<int64_t>("max_rank");
@@ -185,6 +196,7 @@ inline auto AddOperands() {
       .RemainingArgs()
       .RemainingRets()
       .Attr<Ints>("group")
+      .Attr<bool>("int8")
       .Attr<Ints>("a_widths")
       .Attr<Ints>("b_widths")
       .Attr<int64_t>("max_rank")

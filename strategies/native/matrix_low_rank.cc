@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "low_rank.h"
@@ -145,8 +146,8 @@ std::vector<const uint16_t*> Inputs(const TileCall& call, const uint16_t* x, int
   return inputs;
 }
 
-template <typename M>
-Middle<M> RunShrink(const TileCall& call, const Side<uint16_t>& a, const Any& x, const F32& scale, int64_t layer,
+template <typename M, typename T>
+Middle<M> RunShrink(const TileCall& call, const Side<T>& a, const Any& x, const F32& scale, int64_t layer,
                     int64_t first = 0) {
   Middle<M> middle = call.MakeMiddle<M>();
   const int64_t width = x.dimensions()[1];
@@ -155,7 +156,7 @@ Middle<M> RunShrink(const TileCall& call, const Side<uint16_t>& a, const Any& x,
   RunTilePieces(call.threads, ShrinkPieces(call, a.widths), [&](const TilePiece& piece, const TilePiece& then, bool more) {
     const int projection = call.group[piece.at], projection_then = call.group[then.at];
     const int64_t width = a.widths[projection_then];
-    NextRows next(a, then.adapter, a.Start(then.adapter, projection_then) + then.begin * width, width, width,
+    NextRows<T> next(a, then.adapter, a.Start(then.adapter, projection_then) + then.begin * width, width, width,
                      more ? then.end - then.begin : 0);
     const float factor = scale.typed_data()[(piece.adapter * sizes[1] + layer) * sizes[2] + projection];
     ShrinkTiles(a, piece, projection, inputs.data(), factor, middle, next);
@@ -163,11 +164,11 @@ Middle<M> RunShrink(const TileCall& call, const Side<uint16_t>& a, const Any& x,
   return middle;
 }
 
-template <bool kOnto, typename Y>
-void RunExpand(const TileCall& call, const Side<uint16_t>& b, Middle<uint16_t> middle, const std::vector<Y*>& y) {
+template <bool kOnto, typename T, typename Y>
+void RunExpand(const TileCall& call, const Side<T>& b, Middle<uint16_t> middle, const std::vector<Y*>& y) {
   RunTilePieces(call.threads, ExpandPieces(call, b.widths), [&](const TilePiece& piece, const TilePiece& then, bool more) {
     const int projection_then = call.group[then.at];
-    NextRows next(b, then.adapter, b.Start(then.adapter, projection_then) + then.begin, b.widths[projection_then],
+    NextRows<T> next(b, then.adapter, b.Start(then.adapter, projection_then) + then.begin, b.widths[projection_then],
                      then.end - then.begin, more ? call.Rank(then.adapter, then.at) : 0);
     ExpandTiles<kOnto>(b, piece, call.group[piece.at], call.Rank(piece.adapter, piece.at), call.tiles, middle, y[piece.at], next);
   });
@@ -185,27 +186,37 @@ void ForRows(const TileCall& call, Middle<M> middle, N* packed, int64_t tokens, 
   });
 }
 
-template <typename M>
-void GiveShrunk(const TileCall& call, const Side<uint16_t>& a, const Any& x, const F32& scale, int64_t layer, M* out) {
+template <typename M, typename T>
+void GiveShrunk(const TileCall& call, const Side<T>& a, const Any& x, const F32& scale, int64_t layer, M* out) {
   auto middle = RunShrink<M>(call, a, x, scale, layer);
   ForRows(call, middle, out, x.dimensions()[0], call.max_rank,
           [](const M* from, M* to, int rank) { std::memcpy(to, from, rank * sizeof(M)); });
 }
 
+// Calls f with a null pointer of the type of A's and B's numbers in the pages.
+template <typename F>
+void ForPages(bool int8, F f) {
+  int8 ? f(static_cast<const int8_t*>(nullptr)) : f(static_cast<const uint16_t*>(nullptr));
+}
+template <typename P>
+using NumberOf = std::remove_const_t<std::remove_pointer_t<P>>;
+
 #endif  // __AMX_BF16__
 
 ffi::Error TileShrinkImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
-                          ffi::Result<Any> out, Ints group, Ints a_widths) {
+                          ffi::Result<Any> out, Ints group, bool int8, Ints a_widths) {
 #ifdef __AMX_BF16__
   TileCall call(pool.num_threads(), owner, ranks, group, out->dimensions()[2]);
-  auto a = SideOf<uint16_t>(pages, layer, ranks, a_pages, a_widths);
   std::memset(out->untyped_data(), 0, out->size_bytes());
   const int64_t at = layer.typed_data()[0];
-  if (out->element_type() == ffi::BF16) {
-    GiveShrunk(call, a, x, scale, at, static_cast<uint16_t*>(out->untyped_data()));
-  } else {
-    GiveShrunk(call, a, x, scale, at, static_cast<float*>(out->untyped_data()));
-  }
+  ForPages(int8, [&](auto page_type) {
+    auto a = SideOf<NumberOf<decltype(page_type)>>(pages, layer, ranks, a_pages, a_widths);
+    if (out->element_type() == ffi::BF16) {
+      GiveShrunk(call, a, x, scale, at, static_cast<uint16_t*>(out->untyped_data()));
+    } else {
+      GiveShrunk(call, a, x, scale, at, static_cast<float*>(out->untyped_data()));
+    }
+  });
   return ffi::Error::Success();
 #else
   return ffi::Error(ffi::ErrorCode::kUnimplemented, "built without the matrix unit");
@@ -213,7 +224,7 @@ ffi::Error TileShrinkImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32
 }
 
 ffi::Error TileExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32 owner, I32 ranks, I32 b_pages,
-                          ffi::RemainingRets rets, Ints group, Ints b_widths) {
+                          ffi::RemainingRets rets, Ints group, bool int8, Ints b_widths) {
 #ifdef __AMX_BF16__
   const int64_t tokens = m.dimensions()[1], max_rank = m.dimensions()[2];
   auto y = Results<float>(rets, owner, ranks, group, max_rank);
@@ -223,7 +234,9 @@ ffi::Error TileExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32
     std::memcpy(to, from, rank * sizeof(uint16_t));
     std::fill(to + rank, to + TilesOf(rank, kTileRanks) * kTileRanks, 0);
   });
-  RunExpand<false>(call, SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths), middle, y);
+  ForPages(int8, [&](auto page_type) {
+    RunExpand<false>(call, SideOf<NumberOf<decltype(page_type)>>(pages, layer, ranks, b_pages, b_widths), middle, y);
+  });
   return ffi::Error::Success();
 #else
   return ffi::Error(ffi::ErrorCode::kUnimplemented, "built without the matrix unit");
@@ -231,16 +244,20 @@ ffi::Error TileExpandImpl(ffi::ThreadPool pool, Any m, Any pages, I32 layer, I32
 }
 
 ffi::Error TileDeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
-                         I32 b_pages, ffi::RemainingRets rets, Ints group, Ints a_widths, Ints b_widths, int64_t max_rank) {
+                         I32 b_pages, ffi::RemainingRets rets, Ints group, bool int8, Ints a_widths, Ints b_widths,
+                         int64_t max_rank) {
 #ifdef __AMX_BF16__
   TileCall call(pool.num_threads(), owner, ranks, group, max_rank);
-  auto a = SideOf<uint16_t>(pages, layer, ranks, a_pages, a_widths), b = SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths);
-  auto middle = RunShrink<uint16_t>(call, a, x, scale, layer.typed_data()[0]);
-  if (rets.get<Any>(0).value()->element_type() == ffi::F32) {
-    RunExpand<false>(call, b, middle, Results<float>(rets, owner, ranks, group, max_rank));
-  } else {
-    RunExpand<false>(call, b, middle, Results<uint16_t>(rets, owner, ranks, group, max_rank));
-  }
+  ForPages(int8, [&](auto page_type) {
+    using T = NumberOf<decltype(page_type)>;
+    auto middle = RunShrink<uint16_t>(call, SideOf<T>(pages, layer, ranks, a_pages, a_widths), x, scale, layer.typed_data()[0]);
+    auto b = SideOf<T>(pages, layer, ranks, b_pages, b_widths);
+    if (rets.get<Any>(0).value()->element_type() == ffi::F32) {
+      RunExpand<false>(call, b, middle, Results<float>(rets, owner, ranks, group, max_rank));
+    } else {
+      RunExpand<false>(call, b, middle, Results<uint16_t>(rets, owner, ranks, group, max_rank));
+    }
+  });
   return ffi::Error::Success();
 #else
   return ffi::Error(ffi::ErrorCode::kUnimplemented, "built without the matrix unit");
@@ -248,13 +265,16 @@ ffi::Error TileDeltaImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 
 }
 
 ffi::Error TileAddImpl(ffi::ThreadPool pool, Any x, Any pages, I32 layer, I32 owner, I32 ranks, F32 scale, I32 a_pages,
-                       I32 b_pages, ffi::RemainingArgs, ffi::RemainingRets sums, Ints group, Ints a_widths, Ints b_widths,
-                       int64_t max_rank, int64_t first) {
+                       I32 b_pages, ffi::RemainingArgs, ffi::RemainingRets sums, Ints group, bool int8, Ints a_widths,
+                       Ints b_widths, int64_t max_rank, int64_t first) {
 #ifdef __AMX_BF16__
   TileCall call(pool.num_threads(), owner, ranks, group, max_rank);
-  auto a = SideOf<uint16_t>(pages, layer, ranks, a_pages, a_widths), b = SideOf<uint16_t>(pages, layer, ranks, b_pages, b_widths);
-  auto middle = RunShrink<uint16_t>(call, a, x, scale, layer.typed_data()[0], first);
-  RunExpand<true>(call, b, middle, RowsFrom(sums, group, first));
+  ForPages(int8, [&](auto page_type) {
+    using T = NumberOf<decltype(page_type)>;
+    auto a = SideOf<T>(pages, layer, ranks, a_pages, a_widths), b = SideOf<T>(pages, layer, ranks, b_pages, b_widths);
+    auto middle = RunShrink<uint16_t>(call, a, x, scale, layer.typed_data()[0], first);
+    RunExpand<true>(call, b, middle, RowsFrom(sums, group, first));
+  });
   return ffi::Error::Success();
 #else
   return ffi::Error(ffi::ErrorCode::kUnimplemented, "built without the matrix unit");

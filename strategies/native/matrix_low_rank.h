@@ -1,4 +1,4 @@
-// Shrink and expand of bfloat16 tokens over bfloat16 pages on the matrix unit (AMX), by the rules of low_rank.h.
+// Shrink and expand of bfloat16 tokens over pages of bfloat16 or int8 on the matrix unit (AMX), by the rules of low_rank.h.
 //
 // An adapter's tokens multiply sixteen at a time, the last of them in a tile that is in part empty. Its rows of A are
 // transposed once into tiles of 32 inputs and 16 ranks, its rows of B zipped by pairs of ranks into tiles of 32 ranks and
@@ -81,10 +81,19 @@ struct TilePiece {
   int64_t cost;
 };
 
+// A row as bfloat16: where it lies, or in `room`. Integers of eight bits are the same numbers in bfloat16.
+inline const uint16_t* WideRow(const Walk<uint16_t>& walk, int64_t, uint16_t* room) { return walk.Find(room); }
+inline const uint16_t* WideRow(const Walk<int8_t>& walk, int64_t width, uint16_t* room) {
+  const int8_t* row = walk.Find(Scratch<int8_t>(width));
+  for (int64_t k = 0; k < width; k += kTileSide) Store(room + k, Load(row + k));
+  return room;
+}
+
 // Rows that the next piece begins with, brought into the cache beside products.
+template <typename T>
 class NextRows {
  public:
-  NextRows(const Side<uint16_t>& side, int adapter, int64_t number, int64_t stride, int64_t width, int64_t rows)
+  NextRows(const Side<T>& side, int adapter, int64_t number, int64_t stride, int64_t width, int64_t rows)
       : walk_(side, adapter, number, stride, width), width_(width), left_(rows) {}
   int64_t LinesLeft() const { return left_ * TilesOf(width_, kLine); }
   __attribute__((always_inline)) void Read(int lines) {
@@ -97,8 +106,8 @@ class NextRows {
   }
 
  private:
-  static constexpr int kLine = 32;  // numbers
-  Walk<uint16_t> walk_;
+  static constexpr int kLine = 64 / sizeof(T);  // numbers
+  Walk<T> walk_;
   int64_t width_, left_, at_ = 0;
 };
 
@@ -124,16 +133,17 @@ inline void TransposePairs(const uint16_t* const* rows, int64_t k, uint16_t* to)
 }
 
 // The rows of a piece as tiles [I / 32, rank tiles, 16 pairs, 16 ranks]; ranks beyond the last are its copies.
-inline const uint16_t* PackRanks(const Side<uint16_t>& a, const TilePiece& piece, int projection) {
+template <typename T>
+const uint16_t* PackRanks(const Side<T>& a, const TilePiece& piece, int projection) {
   const int64_t width = a.widths[projection], tiles = TilesOf(piece.end - piece.begin, kTileSide);
   uint16_t* packed = AlignedRoom<uint16_t, kRoomOfWeights>(tiles * kTileSide * width);
   uint16_t* room = Scratch<uint16_t>(kTileSide * width);
-  Walk<uint16_t> walk(a, piece.adapter, a.Start(piece.adapter, projection) + piece.begin * width, width, width);
+  Walk<T> walk(a, piece.adapter, a.Start(piece.adapter, projection) + piece.begin * width, width, width);
   for (int tile = 0; tile < tiles; ++tile) {
     const uint16_t* rows[kTileSide];
     for (int i = 0; i < kTileSide; ++i) {
       const int r = piece.begin + tile * kTileSide + i;
-      rows[i] = r < piece.end ? walk.Find(room + i * width) : rows[i - 1];
+      rows[i] = r < piece.end ? WideRow(walk, width, room + i * width) : rows[i - 1];
       if (r + 1 < piece.end) walk.Step();
     }
     for (int64_t k = 0; k < width; k += kTileInputs) {
@@ -144,8 +154,8 @@ inline const uint16_t* PackRanks(const Side<uint16_t>& a, const TilePiece& piece
 }
 
 // sums [kTokens, kRanks, 16 tokens, 16 ranks]: kTokens tiles of rows of x times kRanks tiles of ranks.
-template <int kTokens, int kRanks>
-void ShrinkBlock(const uint16_t* const* x, int64_t width, const uint16_t* packed, NextRows& next, int lines, float* sums) {
+template <int kTokens, int kRanks, typename T>
+void ShrinkBlock(const uint16_t* const* x, int64_t width, const uint16_t* packed, NextRows<T>& next, int lines, float* sums) {
   static_assert(kTokens * kRanks <= 4 && kRanks <= 2);
   const int64_t stride = width * sizeof(uint16_t);
   WrittenToMemory();
@@ -184,9 +194,9 @@ void ShrinkBlock(const uint16_t* const* x, int64_t width, const uint16_t* packed
 }
 
 // m of a piece. `inputs` are sixteen rows of x for each tile of tokens, one after another.
-template <typename M>
-void ShrinkTiles(const Side<uint16_t>& a, const TilePiece& piece, int projection, const uint16_t* const* inputs, float scale,
-                 Middle<M> middle, NextRows next) {
+template <typename T, typename M>
+void ShrinkTiles(const Side<T>& a, const TilePiece& piece, int projection, const uint16_t* const* inputs, float scale,
+                 Middle<M> middle, NextRows<T> next) {
   const int64_t width = a.widths[projection], ranks = piece.end - piece.begin, rank_tiles = TilesOf(ranks, kTileSide);
   const uint16_t* packed = PackRanks(a, piece, projection);
   const int together = 4 / rank_tiles, tiles = piece.last - piece.first;
@@ -194,10 +204,10 @@ void ShrinkTiles(const Side<uint16_t>& a, const TilePiece& piece, int projection
   alignas(64) float sums[4 * kTileSide * kTileSide];
   for (int tile = piece.first; tile < piece.last;) {
     const int left = piece.last - tile, here = left >= together ? together : left >= 2 ? 2 : 1;
-    auto block = rank_tiles == 2 ? (here == 2 ? ShrinkBlock<2, 2> : ShrinkBlock<1, 2>)
-                 : here == 4     ? ShrinkBlock<4, 1>
-                 : here == 2     ? ShrinkBlock<2, 1>
-                                 : ShrinkBlock<1, 1>;
+    auto block = rank_tiles == 2 ? (here == 2 ? ShrinkBlock<2, 2, T> : ShrinkBlock<1, 2, T>)
+                 : here == 4     ? ShrinkBlock<4, 1, T>
+                 : here == 2     ? ShrinkBlock<2, 1, T>
+                                 : ShrinkBlock<1, 1, T>;
     block(inputs + tile, width, packed, next, lines, sums);
     for (int i = 0; i < here; ++i, ++tile) {
       M* to = middle.At(piece.at, tile) + piece.begin;
@@ -214,20 +224,21 @@ void ShrinkTiles(const Side<uint16_t>& a, const TilePiece& piece, int projection
 }
 
 // The columns of a piece as tiles [columns / 16, rank tiles, 16 pairs, 16 columns], 0 beyond the last rank.
-inline const uint16_t* PackColumns(const Side<uint16_t>& b, const TilePiece& piece, int projection, int rank) {
+template <typename T>
+const uint16_t* PackColumns(const Side<T>& b, const TilePiece& piece, int projection, int rank) {
   const int width = piece.end - piece.begin;
   const int64_t of_column = TilesOf(rank, kTileRanks) * kTileNumbers;
   uint16_t* packed = AlignedRoom<uint16_t, kRoomOfWeights>(TilesOf(width, kTileSide) * of_column);
   uint16_t* room = Scratch<uint16_t>(kTileRanks * width);
   const int64_t stride = b.widths[projection];
-  Walk<uint16_t> walk(b, piece.adapter, b.Start(piece.adapter, projection) + piece.begin, stride, width);
+  Walk<T> walk(b, piece.adapter, b.Start(piece.adapter, projection) + piece.begin, stride, width);
   // In this order the halves of each 128 bits, zipped, are neighbours.
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   for (int r = 0; r < rank; r += kTileRanks) {
     const int here = std::min(kTileRanks, rank - r);
     const uint16_t* rows[kTileRanks];
     for (int i = 0; i < here; ++i) {
-      rows[i] = walk.Find(room + i * width);
+      rows[i] = WideRow(walk, width, room + i * width);
       if (r + i + 1 < rank) walk.Step();
     }
     // All rows side by side, so that many lines are on their way from memory at once.
@@ -287,9 +298,9 @@ void ExpandBlock(const uint16_t* m, int64_t m_stride, const uint16_t* packed, in
 }
 
 // y [T, O] of a piece; added to what is there with kOnto. Raw bfloat16 is rounded from sums in float32.
-template <bool kOnto, typename Y>
-void ExpandTiles(const Side<uint16_t>& b, const TilePiece& piece, int projection, int rank, const TokenTiles& tiles,
-                 Middle<uint16_t> middle, Y* y, NextRows next) {
+template <bool kOnto, typename T, typename Y>
+void ExpandTiles(const Side<T>& b, const TilePiece& piece, int projection, int rank, const TokenTiles& tiles,
+                 Middle<uint16_t> middle, Y* y, NextRows<T> next) {
   constexpr int kMost = 4;
   constexpr bool kWide = sizeof(Y) == sizeof(float);
   static_assert(kWide || !kOnto);

@@ -1,4 +1,4 @@
-// Sixteen float32 lanes, loaded from float32 or bfloat16 numbers that are kept as raw bits, and maths on them.
+// Sixteen float32 lanes, loaded from float32 or bfloat16 numbers that are kept as raw bits, or int8, and maths on them.
 
 #pragma once
 
@@ -17,6 +17,7 @@ typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef int32_t Int __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef uint32_t Word __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef uint16_t Half __attribute__((vector_size(2 * kLanes), aligned(2)));
+typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
 typedef uint16_t Half32 __attribute__((vector_size(4 * kLanes), aligned(2)));
 typedef float Vec8 __attribute__((vector_size(32)));
 typedef float Vec4 __attribute__((vector_size(16), aligned(4)));
@@ -32,6 +33,7 @@ inline float Widen(uint32_t bits) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
+inline float Widen(int8_t number) { return number; }
 
 // To the nearest bfloat16, ties to even; NaN stays NaN.
 inline void Narrow(float value, uint16_t* out) {
@@ -97,6 +99,15 @@ inline void Unzip(Vec first, Vec second, Vec* low, Vec* high) {
   *high = __builtin_shufflevector(first, second, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
 }
 
+// Integers as floats.
+inline Vec Load(const int8_t* p) {
+#ifdef __AVX512F__
+  __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return reinterpret_cast<Vec>(_mm512_cvtepi32_ps(wide));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const Bytes*>(p), Vec);
+#endif
+}
 inline Vec Load(const uint32_t* p) { return *reinterpret_cast<const Vec*>(p); }
 inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }

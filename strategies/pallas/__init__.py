@@ -40,7 +40,7 @@ def at_first_call(module: str, name: str) -> Callable[..., Any]:
 def low_rank_unsupported_on_gpu(layout: PageLayout | None, device: Any = None) -> str | None:
     """Why shrink, expand and delta cannot run on a GPU, or None; `device` is by default the first."""
     unit = layout.unit if layout else 0
-    return _unsupported_on_gpu(layout, device) or (
+    return (_unsupported_on_gpu(layout, device) or _of_int8_adapters(layout)) or (
         f"a unit of {unit} numbers is no multiple of {_LEAST_BLOCK}" if unit % _LEAST_BLOCK else None
     )
 
@@ -59,7 +59,7 @@ def attention_unsupported_on_gpu(layout: PageLayout | None, device: Any = None) 
 def low_rank_unsupported_on_tpu(layout: PageLayout | None, device: Any = None) -> str | None:
     """Why shrink, expand and delta cannot run on a TPU, or do not pay; `device` is by default the first."""
     unit = layout.unit if layout else 0
-    return _unsupported_on_tpu(layout, device) or (
+    return (_unsupported_on_tpu(layout, device) or _of_int8_adapters(layout)) or (
         f"a unit of {unit} numbers is no multiple of {_LANES} lanes" if unit % _LANES else None
     )
 
@@ -79,6 +79,10 @@ def attention_unsupported_on_tpu(layout: PageLayout | None, device: Any = None) 
 
 def _of_int8(layout: PageLayout | None) -> str | None:
     return "keys and values are int8" if layout and layout.int8_kv else None
+
+
+def _of_int8_adapters(layout: PageLayout | None) -> str | None:
+    return "adapters are int8" if layout and layout.int8_adapters else None
 
 
 def _unsupported_on_gpu(layout: PageLayout | None, device: Any) -> str | None:

@@ -38,13 +38,23 @@ def test_quality_compares_precisions_with_float32_on_the_same_tokens():
     assert lines[-1] == "command          python -m launch.bench quality"
 
 
+def test_quality_with_an_adapter_changes_with_its_precision():
+    case = dataclasses.replace(CASE, precisions="float32+int8lora", adapter=str(PACK / "adapters" / "rank48"))
+    alone, (exact, small) = measure_quality(CASE, log=quiet())[0], measure_quality(case, log=quiet())
+    assert abs(exact.perplexity / alone.perplexity - 1) > 0.01, "the adapter must count"
+    assert 0 < abs(small.loss) < 0.01
+    assert small.precision == "float32+int8lora"
+    lines = as_text(case, [exact, small], command="x").splitlines()
+    assert lines[1] == f"adapter          {case.adapter}"
+
+
 def test_parse_precisions_puts_float32_first_and_takes_each_once():
     found = parse_precisions("bfloat16,float32,bfloat16+int8,bfloat16,float32+int8+int8kv")
     assert found == [
-        ("float32", "none", False),
-        ("bfloat16", "none", False),
-        ("bfloat16", "int8", False),
-        ("float32", "int8", True),
+        ("float32", "none", False, False),
+        ("bfloat16", "none", False, False),
+        ("bfloat16", "int8", False, False),
+        ("float32", "int8", True, False),
     ]
     assert [precision.name for precision in found[2:]] == ["bfloat16+int8", "float32+int8+int8kv"]
 
@@ -54,12 +64,20 @@ def test_parse_precisions_puts_float32_first_and_takes_each_once():
     [
         (
             {"precisions": "int4"},
-            "--precisions 'int4': choose of float32, float32+int8kv, float32+int8, float32+int8+int8kv, float32+gguf, "
-            "float32+gguf+int8kv, bfloat16, bfloat16+int8kv, bfloat16+int8, bfloat16+int8+int8kv, bfloat16+gguf, "
-            "bfloat16+gguf+int8kv",
+            "--precisions 'int4' is no precision: take float32 or bfloat16, then what you want of +int8 or +gguf, of "
+            "+int8lora, of +int8kv",
         ),
-        ({"precisions": "bfloat16+int4"}, "--precisions 'bfloat16+int4': choose of float32"),
-        ({"precisions": "bfloat16+int8kv+int8"}, "--precisions 'bfloat16+int8kv+int8': choose of float32"),
+        ({"precisions": "bfloat16+int4"}, "--precisions 'bfloat16+int4' is no precision: take float32"),
+        ({"precisions": "bfloat16+int8kv+int8"}, "--precisions 'bfloat16+int8kv+int8' is no precision: take float32"),
+        (
+            {"precisions": "bfloat16+int8lora"},
+            "--precisions 'bfloat16+int8lora' rounds an adapter, and there is none: name one by --adapter",
+        ),
+        (
+            {"adapter": str(PACK / "adapters" / "embed_head_lora")},
+            "embed_head_lora' changes embed_tokens: only adapters of the layers can be measured",
+        ),
+        ({"adapter": "/nowhere"}, "/nowhere"),
         ({"windows": 0}, "--windows 0 and --window_tokens 32 leave nothing to predict: at least 1 and 2 are needed"),
         ({"window_tokens": 10**6}, "tokens, fewer than --window_tokens 1000000: lower it"),
         ({"text": "/nowhere"}, "--text '/nowhere' cannot be read: "),

@@ -35,6 +35,7 @@ def make_layout(
     head_dim: int = 8,
     dtype: str = "float32",
     int8_kv: bool = False,
+    int8_adapters: bool = False,
 ) -> PageLayout:
     """A layout on one shard; `widths` are (O, I) by projection, those in `spread` lie outside the layers."""
     cuts = {name: whole(size, spread=name in spread) for name, size in widths.items()}
@@ -46,6 +47,7 @@ def make_layout(
         projections=cuts,
         dtype=np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype),
         int8_kv=int8_kv,
+        int8_adapters=int8_adapters,
     )
 
 
@@ -148,12 +150,16 @@ def pack_adapters(
     for entry, of_adapter in zip(table, ranks, strict=False):
         entry[:] = of_adapter
     scale = rng.uniform(0.5, 2, (len(table), layout.num_layers, len(layout.names))).astype(np.float32)
+    step = 40 if layout.int8_adapters else 1  # integers up to some 127
+    scale /= step**2
+
+    def numbers(rank: int, width: int) -> np.ndarray:
+        wide = rng.normal(0, step, (layout.num_layers, rank, width))
+        return (wide.clip(-127, 127) if layout.int8_adapters else wide).astype(layout.adapter_dtype)
+
     a, b = (
         [
-            {
-                name: rng.normal(size=(layout.num_layers, r, width(name))).astype(layout.dtype)
-                for name, r in zip(layout.names, of_adapter, strict=True)
-            }
+            {name: numbers(r, width(name)) for name, r in zip(layout.names, of_adapter, strict=True)}
             for of_adapter in ranks
         ]
         for width in (layout.in_width, layout.out_width)
@@ -184,10 +190,12 @@ def _pack(
     pages: np.ndarray, layout: PageLayout, side: Matrices, counts: list[int], free: list[int], most: int
 ) -> np.ndarray:
     tables = np.zeros((len(counts), most), np.int32)
+    numbers = pages.view(layout.adapter_dtype)
+    width = numbers.shape[-1]
     for e, matrices in enumerate(side):
         stream = np.concatenate([m.reshape(layout.num_layers, -1) for m in matrices.values()], axis=1)
         for i in range(counts[e]):
             tables[e, i] = free.pop()
-            piece = stream[:, i * layout.page_width : (i + 1) * layout.page_width]
-            pages[:, tables[e, i], : piece.shape[1]] = piece
+            piece = stream[:, i * width : (i + 1) * width]
+            numbers[:, tables[e, i], : piece.shape[1]] = piece
     return tables

@@ -42,6 +42,8 @@ def kernels(*fields: str, of: Any = (DECODE, PREFILL)) -> Any:
 
 PLACES = pytest.mark.parametrize("place", ["device", "near"])
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# Of x, and of adapters unless they are int8.
+LORA_DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float32, int8", "bfloat16, int8"])
 
 
 def run(call: Any, operands: Any, place: str = "device", **static: Any) -> Any:
@@ -58,7 +60,8 @@ def close(got: Any, want: Any, dtype: str) -> None:
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert one.dtype == other.dtype
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        np.testing.assert_allclose(one, other, atol=TOLERANCE[dtype] * max(1.0, np.abs(other).max(initial=0)))
+        tolerance = TOLERANCE[dtype.partition(",")[0]] * max(1.0, np.abs(other).max(initial=0))
+        np.testing.assert_allclose(one, other, atol=tolerance)
 
 
 class LoraCase(NamedTuple):
@@ -81,7 +84,8 @@ class LoraCase(NamedTuple):
 @functools.cache
 def lora_case(dtype: str) -> LoraCase:
     rng = np.random.default_rng(0)
-    layout = make_layout(widths=WIDTHS, page_tokens=16, dtype=dtype)
+    numbers, _, int8 = dtype.partition(", ")
+    layout = make_layout(widths=WIDTHS, page_tokens=16, dtype=numbers, int8_adapters=bool(int8))
     packed = pack_adapters(rng, layout, ranks=RANKS, room=len(RANKS) + 2)
     owner = np.concatenate([[0, BASE, 2, 1, 2, 3, 2, 2, 2, BASE], rng.integers(0, len(RANKS), 13)]).astype(np.int32)
     x = {group: rng.normal(size=(len(owner), layout.in_width(group[0]))).astype(layout.dtype) for group in GROUPS}
@@ -110,7 +114,7 @@ def test_delta_kernel_rounds_its_results_once(kernel: Kernel, field: str, group:
 
 
 @PLACES
-@DTYPES
+@LORA_DTYPES
 @pytest.mark.parametrize("group", GROUPS, ids="+".join)
 @kernels("shrink", "expand", "delta")
 def test_lora_kernel_equals_xla(kernel: Kernel, field: str, group: tuple[str, ...], dtype: str, place: str) -> None:
@@ -141,7 +145,7 @@ def test_expand_kernel_takes_float32_beside_bfloat16_pages(kernel: Kernel, field
 
 
 @PLACES
-@DTYPES
+@LORA_DTYPES
 @kernels("rows")
 def test_rows_kernel_equals_xla(kernel: Kernel, field: str, dtype: str, place: str) -> None:
     case = lora_case(dtype)
@@ -157,7 +161,7 @@ def test_rows_kernel_equals_xla(kernel: Kernel, field: str, dtype: str, place: s
             np.testing.assert_array_equal(got[:real], want[:real])
 
 
-@DTYPES
+@LORA_DTYPES
 @pytest.mark.parametrize("group", GROUPS, ids="+".join)
 @kernels("shrink", "expand", "delta")
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -182,7 +186,7 @@ def sums(dtype: str, group: tuple[str, ...]) -> tuple[np.ndarray, ...]:
     )
 
 
-@DTYPES
+@LORA_DTYPES
 @pytest.mark.parametrize("group", GROUPS, ids="+".join)
 @kernels("add")
 def test_add_kernel_adds_delta_to_the_rows_of_tokens_with_an_adapter(

@@ -36,7 +36,10 @@ expand = jax.jit(low_rank.expand, static_argnames=("layout", "group"))
 delta = jax.jit(low_rank.delta, static_argnames=("layout", "group", "max_rank"))
 rows = jax.jit(low_rank.rows, static_argnames=("layout", "name", "side"))
 LAYOUTS = {
-    (dtype, page_tokens): make_layout(widths=WIDTHS, page_tokens=page_tokens, dtype=dtype)
+    (dtype, page_tokens, int8): make_layout(
+        widths=WIDTHS, page_tokens=page_tokens, dtype=dtype, int8_adapters=int8 == "int8"
+    )
+    for int8 in ("", "int8")
     for dtype, page_tokens in (("float32", 2), ("bfloat16", 16))
 }
 
@@ -125,9 +128,10 @@ def test_low_rank_adapter_that_is_not_finite_reaches_only_its_own_tokens(bad):
         close(y[1:], packed.delta(x, 0, lane.owner, "q")[1:], "float32")
 
 
-def test_low_rank_near_the_data_equals_the_device():
+@pytest.mark.parametrize("int8", [False, True])
+def test_low_rank_near_the_data_equals_the_device(int8):
     rng = np.random.default_rng(5)
-    layout = make_layout(widths=WIDTHS, dtype="bfloat16")
+    layout = make_layout(widths=WIDTHS, dtype="bfloat16", int8_adapters=int8)
     packed = pack_adapters(rng, layout, ranks=[[3, 70, 0], [5, 1, 2]], room=4)
     lane = packed.lane([0, 1, BASE, 1])
     x = rng.normal(size=(4, 16)).astype(layout.dtype)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from memory_pool import link
+from memory_pool.layout import PageLayout
 from memory_pool.near import near_data
 from strategies import native
 from strategies.kernel_tables import DECODE, PREFILL, XLA, choose_kernels
@@ -21,18 +22,21 @@ GROUPS = (("q", "k"), ("down",))
 RANKS = [[1, 8, 13], [64, 0, 100], [13, 64, 8], [100, 13, 1], [8, 100, 33], [0, 0, 0]]
 COUNTS = [1, 5, 16, 37, 128, 3]
 MAX_RANK = 100
-LAYOUT = make_layout(widths=WIDTHS, page_tokens=16, dtype="bfloat16")
+LAYOUT, INT8_LAYOUT = (
+    make_layout(widths=WIDTHS, page_tokens=16, dtype="bfloat16", int8_adapters=int8) for int8 in (False, True)
+)
 TOLERANCE = 2e-2
 
 needs_unit = pytest.mark.skipif(native.matrix_unit_unavailable() is not None, reason="no matrix unit for bfloat16")
 by_group = pytest.mark.parametrize("group", GROUPS, ids="+".join)
 by_order = pytest.mark.parametrize("order", ["runs", "scattered"])
+by_layout = pytest.mark.parametrize("layout", [LAYOUT, INT8_LAYOUT], ids=["bfloat16", "int8"])
 by_field = pytest.mark.parametrize("field", ["shrink", "expand", "delta"])
 
 
 @functools.cache
-def packed() -> PackedAdapters:
-    return pack_adapters(np.random.default_rng(0), LAYOUT, ranks=RANKS, room=len(RANKS) + 2)
+def packed(layout: PageLayout = LAYOUT) -> PackedAdapters:
+    return pack_adapters(np.random.default_rng(0), layout, ranks=RANKS, room=len(RANKS) + 2)
 
 
 def owners(order: str) -> np.ndarray:
@@ -48,8 +52,8 @@ def rows_of(field: str, group: tuple[str, ...], tokens: int) -> np.ndarray:
     return rng.normal(size=(tokens, LAYOUT.in_width(group[0]))).astype(LAYOUT.dtype)
 
 
-def static(field: str, group: tuple[str, ...]) -> dict[str, Any]:
-    return {"layout": LAYOUT, "group": group} | ({} if field == "expand" else {"max_rank": MAX_RANK})
+def static(field: str, group: tuple[str, ...], layout: PageLayout = LAYOUT) -> dict[str, Any]:
+    return {"layout": layout, "group": group} | ({} if field == "expand" else {"max_rank": MAX_RANK})
 
 
 def tiles(field: str) -> Any:
@@ -61,7 +65,8 @@ def run(call: Any, first: np.ndarray, owner: np.ndarray, place: str = "device", 
         results = near_data(functools.partial(call, **fixed))(*jax.tree.map(link.to_pool, operands))
         return jax.tree.map(link.to_device, results)
 
-    operands = first, packed().pages, np.int32(1), packed().lane(owner)
+    adapters = packed(fixed["layout"])
+    operands = first, adapters.pages, np.int32(1), adapters.lane(owner)
     return jax.jit(near if place == "near" else functools.partial(call, **fixed))(*operands)
 
 
@@ -72,12 +77,15 @@ def lowered(call: Any, first: Any, pages: Any, **fixed: Any) -> str:
 
 @needs_unit
 @pytest.mark.parametrize("place", ["device", "near"])
+@by_layout
 @by_field
 @by_group
 @by_order
-def test_tiles_equal_xla_for_mixed_ranks_and_counts(order: str, group: tuple[str, ...], field: str, place: str) -> None:
+def test_tiles_equal_xla_for_mixed_ranks_and_counts(
+    order: str, group: tuple[str, ...], field: str, layout: PageLayout, place: str
+) -> None:
     owner = owners(order)
-    first, fixed = rows_of(field, group, len(owner)), static(field, group)
+    first, fixed = rows_of(field, group, len(owner)), static(field, group, layout)
     got = run(tiles(field), first, owner, place, **fixed)
     want = run(getattr(XLA, field).call, first, owner, **fixed)
     for name, one, other in zip(group, got, want, strict=True):
@@ -102,11 +110,12 @@ def test_shrink_on_tiles_for_float32_results_does_not_round() -> None:
 
 
 @needs_unit
+@by_layout
 @by_field
 @by_group
-def test_token_on_tiles_is_bit_equal_in_any_company(group: tuple[str, ...], field: str) -> None:
+def test_token_on_tiles_is_bit_equal_in_any_company(group: tuple[str, ...], field: str, layout: PageLayout) -> None:
     together = owners("scattered")
-    first, fixed = rows_of(field, group, len(together)), static(field, group)
+    first, fixed = rows_of(field, group, len(together)), static(field, group, layout)
     everybody = run(tiles(field), first, together, **fixed)
     for chosen in ([int(np.flatnonzero(together == 4)[77])], np.flatnonzero(together >= 0)[3:150:7]):
         own = first[:, chosen] if field == "expand" else first[chosen]
@@ -141,16 +150,20 @@ def test_tiles_serve_whole_tiles_of_bfloat16_and_vectors_all_else(field: str) ->
     assert in_vectors in lowered(getattr(native, field), first, pages, **fixed)
     assert in_vectors in lowered(call, first.astype(jnp.float32), pages, **fixed)
     assert in_vectors in lowered(call, first, pages.astype(np.uint32), **fixed)
+    assert on_tiles in lowered(call, first, pages, **fixed | {"layout": INT8_LAYOUT})
     odd = make_layout(widths={"q": (24, 24), "k": (8, 24)}, page_tokens=16, dtype="bfloat16")
     assert in_vectors in lowered(call, first, pages, **fixed | {"layout": odd})
 
 
 @needs_unit
+@by_layout
 @by_group
 @by_order
-def test_add_on_tiles_is_bit_equal_in_any_company_and_leaves_other_rows(order: str, group: tuple[str, ...]) -> None:
+def test_add_on_tiles_is_bit_equal_in_any_company_and_leaves_other_rows(
+    order: str, group: tuple[str, ...], layout: PageLayout
+) -> None:
     owner, rng, lead = owners(order), np.random.default_rng(5), 7
-    x, fixed = rows_of("delta", group, len(owner)), static("delta", group)
+    x, fixed = rows_of("delta", group, len(owner)), static("delta", group, layout)
     before = tuple(
         rng.normal(size=(lead + len(owner) + 2, LAYOUT.out_width(name))).astype(np.float32) for name in group
     )
@@ -161,7 +174,7 @@ def test_add_on_tiles_is_bit_equal_in_any_company_and_leaves_other_rows(order: s
 
         around = ((first, len(sums[0]) - first - len(chosen)), (0, 0))
         rows = jnp.pad(jnp.asarray(x)[chosen], around, constant_values=jnp.nan)
-        return jax.jit(call)(sums, rows, packed().pages, packed().lane(owner[chosen]))
+        return jax.jit(call)(sums, rows, packed(layout).pages, packed(layout).lane(owner[chosen]))
 
     got = add(np.arange(len(owner)), before, lead)
     some = np.flatnonzero(owner >= 0)[3:150:7]

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from memory_pool import audit, device_sharding, near_data, pool_sharding
 from memory_pool.adapter_pool import PlacedAdapter
 from memory_pool.adapter_streams import OUTSIDE, AdapterFacts, pack, scales, share_of
+from memory_pool.int8_adapters import quantize_modules
 from memory_pool.layout import Cut, PageLayout
 from memory_pool.link import TENSOR_AXIS
 from memory_pool.raw import raw_dtype
@@ -29,6 +30,8 @@ from strategies.traffic import LoraBucket, LoraUse, lane_facts
 
 STRATEGIES = ("resident", "fetch", "near_data", "split")
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+# Of the model, and of adapters unless they are int8.
+LORA_DTYPES = (*DTYPES, *(f"{dtype}, int8" for dtype in DTYPES))
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 LAYERS, WIDTH, VOCAB, ENTRIES = 3, 40, 202, 5
 RANKS = ((4, 0), (0, 7), (70, 3), (5, 129))  # of the embedding and of the head
@@ -93,15 +96,18 @@ class Case:
 
 
 def make_case(dtype: str, *, stripes: int = 1, shards: int = 1, seed: int = 0) -> Case:
-    rng, numbers = np.random.default_rng(seed), DTYPES[dtype]
+    (dtype, _, int8), rng = dtype.partition(", "), np.random.default_rng(seed)
+    numbers = DTYPES[dtype]
     shares = tuple((i * VOCAB // shards, (i + 1) * VOCAB // shards) for i in range(shards))
     cuts = {
         "q": Cut(((0, 24),) * shards, ((0, 16),) * shards),
         EMBEDDING: Cut(((0, WIDTH),) * shards, ((0, VOCAB),) * shards, spread=True),
         HEAD: Cut(shares, ((0, WIDTH),) * shards, spread=True),
     }
-    layout = PageLayout(num_layers=LAYERS, page_tokens=4, kv_heads=1, head_dim=8, projections=cuts, dtype=numbers)
+    sizes = {"num_layers": LAYERS, "page_tokens": 4, "kv_heads": 1, "head_dim": 8}
+    layout = PageLayout(projections=cuts, dtype=numbers, int8_adapters=bool(int8), **sizes)
     modules = [make_modules(rng, numbers, *ranks) for ranks in RANKS]
+    modules = [quantize_modules(m) if int8 else m for m in modules]
     mesh = Mesh(np.array(jax.devices()[:shards]), (TENSOR_AXIS,))
     ranks = np.zeros((stripes, ENTRIES, 3), np.int32)
     for e, (embedding, head) in enumerate(RANKS):
@@ -181,7 +187,7 @@ def make_inputs(case: Case, name: str) -> np.ndarray:
     return rng.normal(size=(len(OWNER), WIDTH)).astype(case.layout.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", LORA_DTYPES)
 @pytest.mark.parametrize(("stripes", "shards"), PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD])
@@ -191,7 +197,7 @@ def test_outer_delta_of_any_strategy_equals_numpy(name, strategy, stripes, shard
     function, args = run(case, name, strategy, inputs)
     got, wanted = np.asarray(jax.jit(function)(*args)), want(case, name, inputs)
     assert got.dtype == np.float32
-    np.testing.assert_allclose(got, wanted, atol=TOLERANCE[dtype] * np.abs(wanted).max())
+    np.testing.assert_allclose(got, wanted, atol=TOLERANCE[dtype.partition(",")[0]] * np.abs(wanted).max())
     assert not got[OWNER == BASE].any()
 
 
@@ -215,11 +221,12 @@ def test_outer_delta_of_an_empty_lane_is_zero_and_skipped(name, strategy):
     assert audit(function, inputs, memory, empty, control, loop_counts=counts) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16, int8"])
 @pytest.mark.parametrize(("stripes", "shards"), [*PLACES, pytest.param(2, 2, id="sharded-2", marks=TWO_SHARDS)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD])
-def test_outer_traffic_equals_the_audit_to_the_byte(name, strategy, stripes, shards):
-    case = make_case("bfloat16", stripes=stripes, shards=shards)
+def test_outer_traffic_equals_the_audit_to_the_byte(name, strategy, stripes, shards, dtype):
+    case = make_case(dtype, stripes=stripes, shards=shards)
     function, args = run(case, name, strategy, make_inputs(case, name), scope=f"x.{strategy}")
     bucket, use = case.bucket("x"), case.use()
     counted = audit(function, *args, loop_counts=outer_traffic.loop_counts(bucket, {strategy: use}))
@@ -265,7 +272,7 @@ def test_head_traffic_of_several_calls_streams_in_each():
     assert outer_traffic.head(bucket, "split", use, calls=3) == outer_traffic.head(bucket, "split", use)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", LORA_DTYPES)
 def test_lookup_is_scaled_in_the_dtype_of_the_pages_and_zero_beyond_a_rank(dtype):
     case = make_case(dtype)
     tokens, lane = make_inputs(case, EMBEDDING), stripe_of(jax.tree.map(jnp.asarray, case.device), 0)
@@ -290,4 +297,4 @@ def test_outer_delta_and_traffic_on_two_virtual_devices():
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-m", "pytest", "-k", "sharded", __file__]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert "32 passed" in done.stdout, done.stdout + done.stderr
+    assert "64 passed" in done.stdout, done.stdout + done.stderr

@@ -54,8 +54,8 @@ class PeersConfig:
     Attributes:
         cases: base-1 (one request), base-32 (32 requests at once), lora-1 (the same over one adapter), lora-32 (over 32
             of ranks 8, 16, 32 and 64 on all linear layers); comma separated.
-        systems: plora_jax, plora_jax-int8 and plora_jax-gguf (the same with --quantization), peft, vllm, openvino,
-            llama.cpp, or some of them; comma separated.
+        systems: plora_jax, plora_jax-int8 (weights and adapters as int8), plora_jax-gguf (weights as the blocks of the
+            file), peft, vllm, openvino, llama.cpp, or some of them; comma separated.
         model: base model, as for `serve`; plora_jax-gguf, OpenVINO and llama.cpp need a GGUF file.
         dtype: weights and arithmetic of plora_jax, PEFT and vLLM: bfloat16 or float32.
         engine_flags: more flags for plora_jax, separated by spaces.

@@ -91,7 +91,7 @@ LLAMA = "llama.cpp"
 # This engine, by the flags that it gets on top of the case's.
 OURS: Mapping[str, tuple[str, ...]] = {
     "plora_jax": (),
-    "plora_jax-int8": ("--quantization=int8",),
+    "plora_jax-int8": ("--quantization=int8", "--lora_dtype=int8"),
     "plora_jax-gguf": ("--quantization=gguf",),
 }
 _READ_GGUF = ("plora_jax-gguf", "openvino", "llama.cpp")
