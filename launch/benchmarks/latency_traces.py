@@ -114,7 +114,13 @@ def _divide(
 ) -> list[Breakdown]:
     """The breakdown of steps of one kind; none where the trace has no whole step."""
     layout = deployment.memory.layout
-    model = StepModel(deployment.model, deployment.executor.weight_bytes(), layout.dtype.itemsize, layout.kv_item_bytes)
+    model = StepModel(
+        deployment.model,
+        deployment.executor.weight_bytes(),
+        item=layout.dtype.itemsize,
+        adapter_item=layout.adapter_dtype.itemsize,
+        kv_item=layout.kv_item_bytes,
+    )
     title = f"{kind} step, {point.rows} requests, {point.adapters} adapters"
     made = break_down(recorded, model, rates, title=title, middle_half=kind == "decode")
     return [] if made is None else [made]

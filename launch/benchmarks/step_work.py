@@ -38,13 +38,15 @@ class StepModel(NamedTuple):
     Attributes:
         config: of the base model.
         weight_bytes: as they are kept, by name (`JaxExecutor.weight_bytes`).
-        item: bytes of a number of activations and adapters.
+        item: bytes of a number of activations.
+        adapter_item: bytes of a number of A and B.
         kv_item: bytes of a number of keys and values as it is kept.
     """
 
     config: ModelConfig
     weight_bytes: Mapping[str, int]
     item: int
+    adapter_item: int
     kv_item: float
 
 
@@ -151,5 +153,6 @@ def _adapters(rows: Sequence[Row], step: PlannedStep, model: StepModel) -> Work:
             tokens[row.sequence.adapter_id] += row.count
     numbers = {adapter: step.facts[adapter].a_numbers + step.facts[adapter].b_numbers for adapter in tokens}
     return Work(
-        1.0 * sum(numbers.values()) * model.item, 2.0 * sum(tokens[adapter] * numbers[adapter] for adapter in tokens)
+        1.0 * sum(numbers.values()) * model.adapter_item,
+        2.0 * sum(tokens[adapter] * numbers[adapter] for adapter in tokens),
     )

@@ -67,6 +67,7 @@ def make_planner(
         name=name,
         item_bytes=np.dtype(layout.dtype).itemsize,
         weight_bytes=WEIGHT_BYTES[config.quantization],
+        lora_item_bytes=layout.adapter_dtype.itemsize,
         kv_item_bytes=layout.kv_item_bytes,
         shards=memory.num_shards,
     )

@@ -81,6 +81,7 @@ def shape_of_model(
     name: str,
     item_bytes: int,
     weight_bytes: float | None = None,
+    lora_item_bytes: int | None = None,
     kv_item_bytes: float | None = None,
     shards: int = 1,
 ) -> ModelShape:
@@ -91,6 +92,7 @@ def shape_of_model(
         name: under which its base steps are in a calibration.
         item_bytes: of a number of weights, adapters and KV.
         weight_bytes: of a base weight that is kept in another precision; None for `item_bytes`.
+        lora_item_bytes: of a number of A and B; None for `item_bytes`.
         kv_item_bytes: of a number of KV, its part of a scale included; None for `item_bytes`.
         shards: of the mesh axis `tensor`.
     """
@@ -109,4 +111,4 @@ def shape_of_model(
         item_bytes=item_bytes,
         kv_item_bytes=kv_item_bytes,
     )
-    return dataclasses.replace(whole, weight_bytes=weight_bytes).shard(shards)
+    return dataclasses.replace(whole, weight_bytes=weight_bytes, lora_item_bytes=lora_item_bytes).shard(shards)

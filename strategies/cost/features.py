@@ -62,7 +62,7 @@ def adapter_features(shape: ModelShape, ranks: np.ndarray, *, page_bytes: float 
         raise ValueError(
             f"ranks have shape {ranks.shape}: {shape.name} needs [adapters, {len(shape.names)}] for {shape.names}"
         )
-    item, phases = shape.item_bytes, shape.phases
+    item, phases = shape.bytes_of_lora, shape.phases
     of_phase = np.zeros((len(shape.names), len(phases)))
     of_phase[np.arange(len(shape.names)), shape.phase_of] = [phases[f].layers for f in shape.phase_of]
     widths_in, widths_out = (
@@ -125,7 +125,7 @@ def adapter_work(shape: ModelShape, features: AdapterFeatures, tokens: np.ndarra
     item, column = shape.item_bytes, tokens[:, None]
     read = reads(shape, tokens)
     chosen = np.array([phase.chosen for phase in shape.phases], float)
-    per_token = column * (2 / item * chosen)
+    per_token = column * (2 / shape.bytes_of_lora * chosen)
     return AdapterWork(
         a_bytes=read * features.a_bytes,
         b_bytes=read * features.b_bytes,

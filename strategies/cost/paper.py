@@ -58,11 +58,12 @@ def pool_times(
     *,
     hardware: HardwareSpec,
     item_bytes: int = 2,
+    lora_item_bytes: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The two sides that the formulas take the larger of: link and near-data work, and the device's.
 
     Args:
-        As `matrix_times`.
+        As `matrix_times`; `lora_item_bytes` of a number of A and B, None for `item_bytes`.
 
     Returns:
         pool: [4, ...] seconds of link and near-data work.
@@ -72,13 +73,14 @@ def pool_times(
     has = (b > 0) & (r > 0)
     device, link = hardware.device, hardware.link
     wide = 2 * b * r * (i + o) / device.flops_per_s
-    numbers = r * (i + o) * item_bytes
+    stored = lora_item_bytes or item_bytes
+    numbers = r * (i + o) * stored
     latency, rate = link.latency_s, link.to_device_bytes_per_s
     near = hardware.pool_device.near_flops_per_s * hardware.num_pool_devices
     with np.errstate(divide="ignore", invalid="ignore"):
         both_near, shrink_near = 2 * b * r * (i + o) / near, 2 * b * r * i / near
     nothing = np.zeros_like(wide)
-    expand = np.maximum(2 * b * r * o / device.flops_per_s, r * o * item_bytes / device.memory_bytes_per_s)
+    expand = np.maximum(2 * b * r * o / device.flops_per_s, r * o * stored / device.memory_bytes_per_s)
     pool = [
         nothing,
         latency + numbers / rate,
@@ -135,6 +137,7 @@ class PaperModel:
             outputs,
             hardware=self.hardware,
             item_bytes=self.shape.item_bytes,
+            lora_item_bytes=self.shape.lora_item_bytes,
         )
         layers = np.zeros((len(self.shape.names), len(self.shape.phases)))
         layers[np.arange(len(layers)), self.shape.phase_of] = [self.shape.phases[f].layers for f in self.shape.phase_of]

@@ -141,7 +141,7 @@ def adapter_amounts(
         "chunks": chunks,
         "streams": 2 * chunks,
         "chunk_bytes": streamed,
-        "chunk_flops": 2 * rows / shape.item_bytes * streamed,
+        "chunk_flops": 2 * rows / shape.bytes_of_lora * streamed,
     }
 
 
@@ -172,7 +172,7 @@ def lane_amounts(shape: ModelShape, *, rows: int, max_rank: int, spare_chunks: n
         "wide": layers * rows * outputs * WIDE_BYTES,
         "chunks": layers * chunks,
         "streams": 2 * layers * chunks,
-        "chunk_bytes": numbers * item,
+        "chunk_bytes": numbers * shape.bytes_of_lora,
         "chunk_flops": 2 * rows * numbers,
     }
 

@@ -112,6 +112,7 @@ class ModelShape:
         attention: of the phase named "attention".
         item_bytes: of a number of weights, adapters, activations, and of KV unless `attention` says otherwise.
         weight_bytes: of a number of base weights that are kept in another precision; None for `item_bytes`.
+        lora_item_bytes: of a number of A and B that are kept in another precision; None for `item_bytes`.
     """
 
     name: str
@@ -119,6 +120,7 @@ class ModelShape:
     attention: AttentionShape
     item_bytes: int = 2
     weight_bytes: float | None = None
+    lora_item_bytes: int | None = None
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -150,6 +152,11 @@ class ModelShape:
     def bytes_of_weight(self) -> float:
         """Bytes of a number of base weights."""
         return self.weight_bytes or self.item_bytes
+
+    @property
+    def bytes_of_lora(self) -> int:
+        """Bytes of a number of A and B."""
+        return self.lora_item_bytes or self.item_bytes
 
     @property
     def base_numbers(self) -> float:

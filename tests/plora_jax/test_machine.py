@@ -84,4 +84,5 @@ def test_shape_has_the_projections_of_the_model(name):
     assert widths == dict(config.projections)
     assert shape.attention.layers == config.num_layers
     assert shape.bytes_of_weight == 4
-    assert machine.shape_of_model(config, name=name, item_bytes=4, weight_bytes=1).shard(2).bytes_of_weight == 1
+    small = machine.shape_of_model(config, name=name, item_bytes=4, weight_bytes=1, lora_item_bytes=2).shard(2)
+    assert (shape.bytes_of_lora, small.bytes_of_weight, small.bytes_of_lora) == (4, 1, 2)

@@ -16,7 +16,7 @@ from tests.launch.small_engine import LLAMA
 
 CONFIG = dataclasses.replace(load_config(LLAMA), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=100)
 WEIGHTS = {"q_proj": 10, "k_proj": 20, "v_proj": 30, "o_proj": 5, "gate_proj": 7, "up_proj": 8, "down_proj": 9}
-MODEL = StepModel(CONFIG, {**WEIGHTS, "embedding": 1000, "packed_head": 700}, item=2, kv_item=2)
+MODEL = StepModel(CONFIG, {**WEIGHTS, "embedding": 1000, "packed_head": 700}, item=2, adapter_item=2, kv_item=2)
 KV = 2 * 2 * 16 * 2 * 2
 """Bytes of one token: K and V, heads, H, layers, bytes of a number."""
 
@@ -45,6 +45,7 @@ def test_adapters_are_read_once_and_multiplied_by_each_of_their_tokens():
     work = work_of(STEP, MODEL)
     assert work["decode adapters"] == Work(500 * 2, 2 * 2 * 500)
     assert work["prefill adapters"] == Work(0, 0)
+    assert work_of(STEP, MODEL._replace(adapter_item=1))["decode adapters"] == Work(500, 2 * 2 * 500)
 
 
 def test_weights_count_as_they_are_kept():

@@ -9,6 +9,7 @@ import pytest
 
 from memory_pool.hardware import HARDWARE
 from strategies.cost import Matrix, ModelShape, PhaseShape, cost_model, matrix_times, plan_problem, weight_read_floor
+from strategies.cost.paper import pool_times
 from tests.strategies.cost.models import (
     CHECKED,
     NO_KV,
@@ -46,6 +47,14 @@ def test_split_takes_the_longer_of_its_two_sides():
     )
     assert matrix_times(1, 16, 4096, 4096, hardware=instant)[3] == pytest.approx(16 * 4096 * 2 / 1935e9)
     assert matrix_times(1000, 16, 4096, 4096, hardware=instant)[3] == pytest.approx(2 * 1000 * 4096 * 16 / 312e12)
+
+
+def test_int8_adapters_take_half_the_time_to_stream_and_activations_as_long():
+    at = (np.array(1), np.array(64), np.array(4096), np.array(4096))
+    wide, narrow = (pool_times(*at, hardware=CHECKED, lora_item_bytes=item)[0] for item in (None, 1))
+    latency = CHECKED.link.latency_s
+    assert narrow[1] - latency == pytest.approx((wide[1] - latency) / 2), "fetch"
+    assert narrow[2:].tolist() == wide[2:].tolist(), "near_data, split"
 
 
 def test_times_are_vectorised_and_nothing_costs_nothing():

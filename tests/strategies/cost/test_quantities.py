@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -33,12 +35,15 @@ LAYOUT = PageLayout(
     projections={m.name: whole((m.outputs, m.inputs)) for m in SHAPE.matrices},
     dtype=np.dtype("uint16"),
 )
+# By whether adapters are int8.
+SHAPES = {False: SHAPE, True: dataclasses.replace(SHAPE, lora_item_bytes=1)}
+LAYOUTS = {int8: dataclasses.replace(LAYOUT, int8_adapters=int8) for int8 in SHAPES}
 RANKS = np.array([[16] * 7, [8, 0, 64, 0, 0, 1, 0], [0, 0, 0, 0, 3, 0, 128]])
 TOKENS = np.array([1, 4, 2])
 ROWS = 16
 
 
-def ledger_bytes(strategy: str, *, stripes: int = 1) -> dict[tuple[str, str], LinkBytes]:
+def ledger_bytes(strategy: str, *, stripes: int = 1, int8: bool = False) -> dict[tuple[str, str], LinkBytes]:
     """The formulas of `strategies.traffic` for the same lane, by object and direction."""
     adapters = []
     for ranks in RANKS:
@@ -58,7 +63,7 @@ def ledger_bytes(strategy: str, *, stripes: int = 1) -> dict[tuple[str, str], Li
     bucket = traffic.LoraBucket(
         phase="decode",
         tokens=ROWS,
-        layout=LAYOUT,
+        layout=LAYOUTS[int8],
         groups=GROUPS,
         max_rank=128,
         entries=3,
@@ -71,21 +76,25 @@ def ledger_bytes(strategy: str, *, stripes: int = 1) -> dict[tuple[str, str], Li
     return {(c.object, c.direction): size for c, size in found if c.object != "control"}
 
 
+@pytest.mark.parametrize("int8", SHAPES)
 @pytest.mark.parametrize("stripes", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_useful_lora_bytes_are_those_of_the_ledger(strategy, stripes):
-    found = lora_link_bytes(SHAPE, adapter_features(SHAPE, RANKS), TOKENS, strategy=strategy, stripes=stripes)
-    ledger = ledger_bytes(strategy, stripes=stripes)
+def test_useful_lora_bytes_are_those_of_the_ledger(strategy, stripes, int8):
+    shape = SHAPES[int8]
+    found = lora_link_bytes(shape, adapter_features(shape, RANKS), TOKENS, strategy=strategy, stripes=stripes)
+    ledger = ledger_bytes(strategy, stripes=stripes, int8=int8)
     for way in ("to_pool", "to_device"):
         want = sum(size.useful for (_, direction), size in ledger.items() if direction == way)
         assert np.sum(getattr(found, way)) == want
     assert np.sum(found.to_device) > 0 or strategy == "resident"
 
 
+@pytest.mark.parametrize("int8", SHAPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_moved_lora_bytes_are_those_of_the_ledger(strategy):
-    found = lora_moved_bytes(SHAPE, adapter_features(SHAPE, RANKS), TOKENS, strategy=strategy, rows=ROWS)
-    ledger = ledger_bytes(strategy)
+def test_moved_lora_bytes_are_those_of_the_ledger(strategy, int8):
+    shape = SHAPES[int8]
+    found = lora_moved_bytes(shape, adapter_features(shape, RANKS), TOKENS, strategy=strategy, rows=ROWS)
+    ledger = ledger_bytes(strategy, int8=int8)
     for way in ("to_pool", "to_device"):
         want = sum(size.moved for (_, direction), size in ledger.items() if direction == way)
         assert getattr(found, way) == pytest.approx(want, abs=0.5)
@@ -112,6 +121,21 @@ def test_useful_attention_bytes_are_those_of_the_ledger(strategy, pool_devices):
     found = attention_link_bytes(SHAPE, kv, strategy=strategy, pool_devices=pool_devices)
     for way in ("to_pool", "to_device"):
         assert getattr(found, way) == (ledger[way].useful if way in ledger else 0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_int8_adapters_halve_the_bytes_of_a_and_b_and_nothing_else(strategy):
+    wide, narrow = (
+        lane_quantities(shape, adapter_features(shape, RANKS), TOKENS, strategy=strategy, rows=ROWS)
+        for shape in SHAPES.values()
+    )
+    streams = {f"{name}.{term}" for name in ("near_rows", "device_chunk") for term in ("byte_s",)}
+    halved = {"device_delta.byte_s", "device_expand.byte_s", "near_delta.byte_s", "near_shrink.byte_s", *streams}
+    halved |= {name.replace("byte_s", "again_byte_s") for name in halved}
+    if strategy == "fetch":
+        halved.add("to_device.byte_s")
+    for name, amount in wide.items():
+        assert narrow[name] == pytest.approx(amount / 2 if name in halved else amount), name
 
 
 def test_streams_take_whole_chunks_of_every_projection():
