@@ -103,7 +103,9 @@ def run_latency(
                 ]
         except (ValueError, EngineDeadError, GenerationFailedError) as error:
             raise StartError(f"the engine could not serve the case: {error}") from error
-        system = System(f"{deployment.engine.model_name}, {deployment.dtype}", dataclasses.asdict(deployment.config))
+        system = System(
+            f"{deployment.engine.model_name}, {deployment.precision}", dataclasses.asdict(deployment.config)
+        )
     return LatencyReport(
         case=f"prompts of {case.prompt_tokens} random tokens, {case.new_tokens} new tokens, greedy; synthetic adapters "
         f"of rank {case.adapter_ranks} on {case.adapter_targets}",

@@ -144,7 +144,7 @@ def run_memory(case: MemoryCase, engine: EngineConfig, *, command: str, log: Sta
     finally:
         log.end()
     deployment.engine.start()
-    item, true_bytes = np.dtype(deployment.dtype).itemsize, 0
+    item, true_bytes = deployment.memory.layout.adapter_dtype.itemsize, 0
     points: list[MemoryPoint] = []
     try:
         for count in case.counts:
@@ -159,7 +159,7 @@ def run_memory(case: MemoryCase, engine: EngineConfig, *, command: str, log: Sta
     finally:
         deployment.engine.shutdown()
     return MemoryReport(
-        case=f"{deployment.engine.model_name}, {deployment.dtype}; adapters of rank {case.adapter_ranks} on "
+        case=f"{deployment.engine.model_name}, {deployment.precision}; adapters of rank {case.adapter_ranks} on "
         f"{case.adapter_targets}; {case.requests} requests of {case.prompt_tokens} + {case.new_tokens} tokens",
         options=dataclasses.asdict(case) | {"engine": dataclasses.asdict(config)},
         machine=describe_machine(),

@@ -290,7 +290,7 @@ def _load_adapters(case: PoliciesCase, deployment: Deployment, log: StageLog) ->
 
 def _system(deployment: Deployment) -> System:
     return System(
-        f"{deployment.engine.model_name}, {deployment.dtype}, adapters loaded: {len(deployment.engine.adapters())}",
+        f"{deployment.engine.model_name}, {deployment.precision}, adapters loaded: {len(deployment.engine.adapters())}",
         options=dataclasses.asdict(deployment.config),
         device_bytes=deployment.device_bytes(),
     )

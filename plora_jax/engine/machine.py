@@ -90,7 +90,7 @@ def shape_of_model(
     Args:
         config: of the whole model.
         name: under which its base steps are in a calibration.
-        item_bytes: of a number of weights, adapters and KV.
+        item_bytes: of a number of activations, and of weights, adapters and KV unless what follows says otherwise.
         weight_bytes: of a base weight that is kept in another precision; None for `item_bytes`.
         lora_item_bytes: of a number of A and B; None for `item_bytes`.
         kv_item_bytes: of a number of KV, its part of a scale included; None for `item_bytes`.

@@ -110,7 +110,8 @@ class ModelShape:
         name: for calibrated steps and reports.
         phases: in the order of a step.
         attention: of the phase named "attention".
-        item_bytes: of a number of weights, adapters, activations, and of KV unless `attention` says otherwise.
+        item_bytes: of a number of activations, and of weights, adapters and KV unless the next two or `attention` say
+            otherwise.
         weight_bytes: of a number of base weights that are kept in another precision; None for `item_bytes`.
         lora_item_bytes: of a number of A and B that are kept in another precision; None for `item_bytes`.
     """

@@ -228,7 +228,21 @@ void AddRows(const T* const* rows, const T* const* next, const M* const* m, floa
     for (int r = 0; r < kRows; ++r) {
       if (k % kLine == 0) __builtin_prefetch(next[r] + k, 0, 2);
     }
-    if constexpr (kPairs<T, M>) {
+    if constexpr (sizeof(T) == 1) {
+      Vec acc[kTokens][4];
+      for (int t = 0; t < kTokens; ++t) {
+        for (int i = 0; i < 4; ++i) acc[t][i] = fresh ? Vec{} : Load(y[t] + k + i * kLanes);
+      }
+      for (int r = 0; r < kRows; ++r) {
+        for (int t = 0; t < kTokens; ++t) {
+          const Vec factor = Splat(Widen(m[t][r]));
+          for (int i = 0; i < 4; ++i) acc[t][i] += factor * Load(rows[r] + k + i * kLanes);
+        }
+      }
+      for (int t = 0; t < kTokens; ++t) {
+        for (int i = 0; i < 4; ++i) Store(y[t] + k + i * kLanes, acc[t][i]);
+      }
+    } else if constexpr (kPairs<T, M>) {
       Vec acc[kTokens][2];
       for (int t = 0; t < kTokens; ++t) {
         for (int i = 0; i < 2; ++i) acc[t][i] = fresh ? Vec{} : Load(y[t] + k + i * kLanes);

@@ -118,9 +118,9 @@ inline Vec Splat(float x) { return Vec{} + x; }
 template <typename T, typename X>
 constexpr bool kPairs = sizeof(T) == 2 && sizeof(X) == 2;
 
-// Numbers of a row that a step takes.
+// Numbers of a row that a step takes: of bfloat16 and int8 a cache line.
 template <typename T, typename X>
-constexpr int kStep = kPairs<T, X> ? 2 * kLanes : kLanes;
+constexpr int kStep = sizeof(T) == 1 ? 4 * kLanes : kPairs<T, X> ? 2 * kLanes : kLanes;
 
 // sum + a . x, of as many numbers as a step takes.
 template <typename T, typename X>
@@ -128,7 +128,8 @@ inline Vec DotStep(Vec sum, const T* a, const X* x) {
   if constexpr (kPairs<T, X>) {
     return DotPairs(sum, LoadPairs(a), LoadPairs(x));
   } else {
-    return sum + Load(a) * Load(x);
+    for (int i = 0; i < kStep<T, X>; i += kLanes) sum += Load(a + i) * Load(x + i);
+    return sum;
   }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -45,6 +46,16 @@ def test_one_more_adapter_costs_the_pages_of_its_true_rank():
         r"^command +python -m launch\.bench memory --x$",
     ):
         assert re.search(pattern, text, re.MULTILINE), f"{pattern} is not in\n{text}"
+
+
+def test_true_bytes_of_int8_adapters_are_one_a_number():
+    case = dataclasses.replace(CASE, adapters="0,2", requests=2)
+    report = run_memory(case, small_config(lora_dtype="int8"), command="", log=quiet())
+    config = load_config(LLAMA)
+    numbers = config.num_layers * sum(out + width for out, width in config.projections.values())
+    last = report.points[-1]
+    assert last.true_bytes == 12 * numbers
+    assert last.true_bytes <= last.pool_bytes < 2 * last.true_bytes
 
 
 def test_pool_that_is_too_small_is_refused_with_what_to_change():

@@ -170,6 +170,12 @@ def test_alternating_load_moves_no_more_bytes_than_its_moves_have_gained(monkeyp
     assert moved <= 10 * built.engine.adapters()[0].nbytes, "without accounts they change places every turn: 25 times"
 
 
+def test_planner_counts_adapters_and_activations_as_they_are_kept(roomy):
+    int8 = deploy(MODEL, lora_dtype="int8", **AUTO)
+    shapes = [built.engine._planner._worker._model.shape for built in (roomy, int8)]
+    assert [(shape.item_bytes, shape.bytes_of_lora) for shape in shapes] == [(4, 4), (4, 1)]
+
+
 def test_fraction_of_the_plan_is_what_stays_of_the_kv(monkeypatch):
     class Half(RandomPolicy):
         def choose(self, problem):

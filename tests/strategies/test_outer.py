@@ -242,9 +242,10 @@ def useful(declared, item: str) -> dict[str, int]:
     return {c.direction: b.useful for c, b in declared if c.object == item}
 
 
+@pytest.mark.parametrize(("dtype", "of_adapter"), [("bfloat16", 2), ("bfloat16, int8", 1)])
 @pytest.mark.parametrize("stripes", [1, 3])
-def test_outer_traffic_useful_bytes_equal_the_table(stripes):
-    case = make_case("bfloat16", stripes=stripes)
+def test_outer_traffic_useful_bytes_equal_the_table(stripes, dtype, of_adapter):
+    case = make_case(dtype, stripes=stripes)
     bucket, use, size = case.bucket("x"), case.use(), 2
     tokens = [int(np.sum(e == OWNER)) for e in range(4)]
     total = sum(tokens)
@@ -257,11 +258,11 @@ def test_outer_traffic_useful_bytes_equal_the_table(stripes):
     assert useful(embed["near_data"], "control") == {"to_pool": stripes * total * 4}
     assert useful(embed["split"], "activation") == {"to_device": m[0]}
     assert useful(embed["fetch"], "activation") == {"to_device": m[0]}
-    assert useful(embed["fetch"], "adapter") == {"to_device": ranks[0] * WIDTH * size}
+    assert useful(embed["fetch"], "adapter") == {"to_device": ranks[0] * WIDTH * of_adapter}
     to_pool = stripes * total * WIDTH * size
     assert useful(head["near_data"], "activation") == {"to_pool": to_pool, "to_device": stripes * total * VOCAB * size}
     assert useful(head["split"], "activation") == {"to_pool": to_pool, "to_device": m[1]}
-    assert useful(head["fetch"], "adapter") == {"to_device": ranks[1] * (WIDTH + VOCAB) * size}
+    assert useful(head["fetch"], "adapter") == {"to_device": ranks[1] * (WIDTH + VOCAB) * of_adapter}
 
 
 def test_head_traffic_of_several_calls_streams_in_each():

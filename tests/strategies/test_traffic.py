@@ -1,5 +1,7 @@
 """The ledger's formulas against the audit of the same programs, to the byte, and against the table of useful bytes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -94,6 +96,19 @@ def test_lora_useful_bytes_are_those_of_true_ranks_and_tokens(stripes):
         key: LAYERS * item * numbers for key, numbers in table.items()
     }
     assert not any(strategy == "resident" for strategy, _, _ in useful)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_int8_adapters_halve_what_fetch_moves_of_a_and_b_and_nothing_else(shards):
+    case = case_of(list(LORA), phase="decode", stripes=3)
+    wide = case.bucket("decode", shards)
+    narrow = dataclasses.replace(wide, layout=dataclasses.replace(wide.layout, int8_adapters=True))
+    of_wide, of_narrow = (ledger_of(bucket, case).totals() for bucket in (wide, narrow))
+    fetched = {crossing for crossing in of_wide if crossing.object == "adapter"}
+    assert {crossing.strategy for crossing in fetched} == {"fetch"}
+    for crossing, size in of_wide.items():
+        times = 2 if crossing in fetched else 1
+        assert [times * number for number in of_narrow[crossing]] == list(size), crossing
 
 
 def kv_case(name, *, queries, pool_devices, shards):

@@ -49,12 +49,14 @@ def test_split_takes_the_longer_of_its_two_sides():
     assert matrix_times(1000, 16, 4096, 4096, hardware=instant)[3] == pytest.approx(2 * 1000 * 4096 * 16 / 312e12)
 
 
-def test_int8_adapters_take_half_the_time_to_stream_and_activations_as_long():
+def test_int8_adapters_take_half_the_time_to_stream_and_to_read_and_activations_as_long():
     at = (np.array(1), np.array(64), np.array(4096), np.array(4096))
-    wide, narrow = (pool_times(*at, hardware=CHECKED, lora_item_bytes=item)[0] for item in (None, 1))
+    wide, narrow = (pool_times(*at, hardware=CHECKED, lora_item_bytes=item) for item in (None, 1))
     latency = CHECKED.link.latency_s
-    assert narrow[1] - latency == pytest.approx((wide[1] - latency) / 2), "fetch"
-    assert narrow[2:].tolist() == wide[2:].tolist(), "near_data, split"
+    assert narrow[0][1] - latency == pytest.approx((wide[0][1] - latency) / 2), "fetch"
+    assert narrow[0][2:].tolist() == wide[0][2:].tolist(), "near_data, split"
+    assert narrow[1][[0, 3]] == pytest.approx(wide[1][[0, 3]] / 2), "resident, expand of split"
+    assert narrow[1][1] == wide[1][1], "products of fetch"
 
 
 def test_times_are_vectorised_and_nothing_costs_nothing():

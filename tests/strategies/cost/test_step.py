@@ -10,6 +10,7 @@ import pytest
 
 from memory_pool.hardware import HARDWARE
 from strategies.cost import MODES, KvLoad, adapter_features, cost_model, decoding, plan_problem
+from strategies.cost.columns import FETCH, NEAR_DATA, RESIDENT, TO_DEVICE, TO_POOL
 from strategies.planner import NOWHERE, STRIPED
 from tests.strategies.cost.models import NO_KV, PAPER, PAPER_RANKS, all_ranks, contexts, model, some_calibration, step_s
 
@@ -35,6 +36,29 @@ def test_device_bytes_are_whole_pages_where_they_are_asked_for():
     assert paged.stored_a_bytes == np.ceil(exact.stored_a_bytes / 1e6) * 1e6
     numbers = 32 * 3 * sum(m.outputs for m in SHAPE.matrices)
     assert exact.stored_b_bytes == 2 * numbers
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_int8_adapters_are_half_to_keep_to_move_and_to_stream_and_the_rest_costs_as_much(mode):
+    hardware = dataclasses.replace(PAPER, calibration=some_calibration())
+    wide, narrow = (
+        plan_problem(
+            cost_model(shape, hardware, mode),
+            all_ranks(shape, [16, 64]),
+            contexts(100, 200),
+            tokens=np.ones(2),
+            budget_bytes=1e12,
+        )
+        for shape in (SHAPE, dataclasses.replace(SHAPE, lora_item_bytes=1))
+    )
+    assert narrow.device_bytes == pytest.approx(wide.device_bytes / 2)
+    assert narrow.move_s == pytest.approx(wide.move_s / 2)
+    assert (narrow.load_s[:, RESIDENT].sum(axis=(1, 2)) < wide.load_s[:, RESIDENT].sum(axis=(1, 2))).all()
+    assert (narrow.load_s[:, FETCH].sum(axis=(1, 2)) < wide.load_s[:, FETCH].sum(axis=(1, 2))).all()
+    if mode == "ideal":  # elsewhere calls and latency stay
+        assert narrow.load_s[:, FETCH, :, TO_DEVICE] == pytest.approx(wide.load_s[:, FETCH, :, TO_DEVICE] / 2)
+    assert narrow.load_s[:, NEAR_DATA, :, TO_POOL:] == pytest.approx(wide.load_s[:, NEAR_DATA, :, TO_POOL:])
+    assert narrow.base_load_s == pytest.approx(wide.base_load_s)
 
 
 def test_pinned_and_missing_near_data_are_taken_out():
