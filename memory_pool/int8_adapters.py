@@ -17,6 +17,8 @@ import numpy as np
 from memory_pool.adapter_streams import Matrices, Modules
 
 LARGEST = 127
+_TINY = 1e-30
+"""Numbers that are all below are zeros."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +51,8 @@ def quantize_matrices(m: Matrices) -> Int8Matrices:
 def _rounded(x: np.ndarray, *, axis: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Integers, and the magnitude that LARGEST stands for."""
     largest = np.max(np.abs(x), axis=axis, keepdims=True, initial=0)
-    usable = np.isfinite(largest) & (largest > 0)
+    usable = np.isfinite(largest) & (largest >= _TINY)
     factor = np.where(usable, LARGEST / np.where(usable, largest, 1), 0).astype(x.dtype)
     with np.errstate(invalid="ignore"):  # infinity times 0, and NaN as an integer
         ints = np.rint(x * factor).astype(np.int8)
-    return ints, np.where(np.isfinite(largest), largest, np.nan)
+    return ints, np.where(np.isfinite(largest), np.where(usable, largest, 0), np.nan)

@@ -52,6 +52,11 @@ def test_matrices_of_zeros_and_rows_of_zeros_stay_zeros():
     q = quantize_matrices(m)
     assert not q.a[3].any()
     assert not q.b[:, 3].any(), "what nothing is multiplied with takes no steps from the others"
+    for tiny in (1e-31, 1e-42):
+        m.a[3] = tiny
+        same = quantize_matrices(m)
+        np.testing.assert_array_equal(same.a, q.a)
+        np.testing.assert_array_equal(same.b, q.b)
     nothing = quantize_matrices(Matrices(m.a, np.zeros_like(m.b), 1.0))
     assert not nothing.b.any()
     assert product(nothing).tolist() == np.zeros(product(m).shape).tolist()
